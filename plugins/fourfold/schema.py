@@ -1,0 +1,177 @@
+"""Every key a user may set, with its type and default. Registered with Hydra as `schema/train` and `schema/<group>`.
+
+Sizes and lengths are counts (GPUs, tokens, rows); times are seconds. Values are overridden in this order:
+command line > debug > task > tier > train.yaml > group file > the defaults here.
+"""
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from omegaconf import MISSING
+
+
+class Precision(str, Enum):
+    fp32 = "fp32"
+    bf16 = "bf16"  # bf16 weights and activations, fp32 master weights, moments, gradient sums
+    fp16 = "fp16"  # always refused, with the reason (legality.py)
+
+
+class Offload(str, Enum):
+    none = "none"
+    cpu = "cpu"
+    nvme = "nvme"
+
+
+class Checkpointing(str, Enum):
+    none = "none"
+    full = "full"
+    every_n = "every_n"
+    selective = "selective"
+
+
+class SourceKind(str, Enum):
+    text = "text"  # local files, one document each
+    jsonl = "jsonl"  # one JSON object a line: `text` or `messages`
+    datasets = "datasets"  # anything datasets.load_dataset or load_from_disk takes
+
+
+class Device(str, Enum):
+    auto = "auto"
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+@dataclass
+class ModelConfig:
+    path: str = MISSING  # local Hugging Face folder or hub id
+    revision: str | None = None
+    create: str | None = None  # "tiny_llama": write a small random Llama and tokenizer to `path` if it is not there
+    attn_implementation: str = "auto"  # auto | eager | sdpa | flash_attention_2
+    rope_scaling: dict[str, Any] | None = None  # e.g. {rope_type: yarn, factor: 4.0}; written to the export
+    max_position_embeddings: int | None = None  # written to the export
+
+
+@dataclass
+class DataConfig:
+    kind: SourceKind = SourceKind.text
+    path: str = MISSING  # folder, file, hub id; `stdlib` for the sources of the running Python's standard library
+    pattern: str = "**/*"  # kind=text: which files below `path`
+    subset: str | None = None  # kind=datasets: configuration name
+    split: str = "train"
+    text_column: str = "text"
+    messages_column: str = "messages"
+    streaming: bool = False  # kind=datasets: never hold the data set; needs max_steps
+    max_documents: int | None = None
+    eval_path: str | None = None  # same kind, its own documents
+    eval_documents: int = 0  # this many documents are held out, chosen by seed; excludes eval_path
+    num_proc: int | None = None  # tokenising processes; None: one
+
+
+@dataclass
+class OptimConfig:
+    name: str = "adamw"  # adamw | sgd
+    learning_rate: float = 2e-5
+    weight_decay: float = 0.1  # on matrices only, never on norms and biases
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.95
+    adam_epsilon: float = 1e-8
+    momentum: float = 0.0  # sgd
+    max_grad_norm: float = 1.0  # 0: no clipping; the norm is reported all the same
+    lr_scheduler_type: str = "cosine"  # linear | cosine | constant | wsd
+    warmup_steps: int = 0
+    decay_steps: int | None = None  # wsd: length of the final decay; None: a tenth of the run
+    min_lr_ratio: float = 0.0  # cosine and wsd: lowest rate / learning_rate
+
+
+@dataclass
+class OffloadConfig:
+    optimizer: Offload = Offload.none
+    parameters: Offload = Offload.none  # stage 3 only
+    nvme_path: str | None = None
+
+
+@dataclass
+class ZeroConfig:
+    """DeepSpeed's own key names where there is one, so that its documentation applies."""
+
+    stage: int = 2  # 0 needs dp_shard_size=1
+    reduce_bucket_size: int = 50_000_000  # elements
+    allgather_bucket_size: int = 500_000_000  # elements, stages 1 and 2
+    overlap_comm: bool = True  # inert on CPU
+    stage3_param_persistence_threshold: int = 0  # elements; parameters up to this size stay whole on every rank
+    stage3_prefetch_bucket_size: int = 50_000_000
+    stage3_max_live_parameters: int = 1_000_000_000
+    stage3_max_reuse_distance: int = 1_000_000_000
+    stage3_module_granularity_threshold: int = 0
+    fp32_accumulation: bool = True  # bf16: sum gradients over micro-batches in fp32
+    fp32_reduction: bool = True  # bf16: reduce gradients between ranks in fp32
+    offload: OffloadConfig = field(default_factory=OffloadConfig)
+
+
+@dataclass
+class ActivationConfig:
+    checkpointing: Checkpointing = Checkpointing.none
+    every_n: int | None = None  # layers in one recomputed stretch; None: round(sqrt(layers))
+
+
+@dataclass
+class TrackerConfig:
+    report_to: list[str] = field(default_factory=list)  # names that accelerate knows: tensorboard, wandb, mlflow, ...
+    project: str = "fourfold"
+    init_kwargs: dict[str, Any] = field(default_factory=dict)  # by tracker name
+
+
+@dataclass
+class ClusterConfig:
+    device: Device = Device.auto
+    gpus_per_node: int = 8
+    accelerator: str | None = None  # name in planner/hardware.csv for MFU; None: asked from the device
+    timeout: float = 1800.0  # of a collective
+
+
+@dataclass
+class LossConfig:
+    chunk_size: int | None = None  # tokens whose logits exist at one time; None: torch chooses
+
+
+@dataclass
+class TrainConfig:
+    name: str = MISSING  # of the run
+    output_dir: str = "runs/${name}"
+    cache_dir: str = "~/.cache/fourfold"
+    seed: int = 0
+    precision: Precision = Precision.bf16
+
+    # layout: GPUs along each axis; one data size may be -1, the rest
+    tp_size: int = 1
+    cp_size: int = 1
+    pp_size: int = 1
+    dp_shard_size: int = -1
+    dp_replicate_size: int = 1
+
+    # batch, in rows of seq_len tokens; gradient accumulation follows from these and the layout
+    seq_len: int = 2048
+    global_batch_size: int = 8
+    micro_batch_size: int = 1
+
+    # length
+    max_steps: int | None = None
+    num_epochs: float | None = None
+    eval_every: int = 0  # updates; 0: at the end only (when there is evaluation data)
+    save_every: int = 0  # updates; 0: at the end only
+    log_every: int = 1
+    save_total_limit: int | None = 2
+    resume: str = "none"  # none | auto | path of a checkpoint
+    overwrite: bool = False  # start afresh in an output folder that holds another run
+    export: bool = True  # write a Hugging Face folder at the end
+    export_dtype: str | None = None  # bfloat16 | float32 | float16; None: the dtype of the model that was brought
+
+    loss: LossConfig = field(default_factory=LossConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    zero: ZeroConfig = field(default_factory=ZeroConfig)
+    activation: ActivationConfig = field(default_factory=ActivationConfig)
+    tracker: TrackerConfig = field(default_factory=TrackerConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
