@@ -1,0 +1,48 @@
+"""What a user did wrong, told once; what went wrong on a rank, told with its number."""
+
+import os
+import sys
+import traceback
+from collections.abc import Callable
+
+USER_ERROR_EXIT = 2
+INTERRUPTED_EXIT = 130
+
+
+def rank() -> int:
+    return int(os.environ.get("RANK", "0"))
+
+
+def world_size() -> int:
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def local_rank() -> int:
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def run_and_exit(work: Callable[[], int]) -> None:
+    """Run `work` and exit with its code. A ValueError is the user's: one paragraph, by one rank of each node, exit 2.
+
+    Anything else is ours or the machine's: the whole trace, headed by the rank, exit 1. The process leaves by
+    os._exit after an error: other ranks may be blocked in a collective, and interpreter shutdown would join them.
+    """
+    try:
+        code = work()
+    except ValueError as error:
+        if local_rank() == 0:
+            print(f"\nfourfold: {error}\n", file=sys.stderr, flush=True)
+        _leave(USER_ERROR_EXIT)
+    except KeyboardInterrupt:
+        _leave(INTERRUPTED_EXIT)
+    except Exception:
+        print(f"[rank {rank()} of {world_size()}] {traceback.format_exc()}", file=sys.stderr, flush=True)
+        _leave(1)
+    else:
+        sys.exit(code)
+
+
+def _leave(code: int) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

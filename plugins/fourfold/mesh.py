@@ -1,0 +1,105 @@
+"""Live groups of a layout, and the `mpu` face of them that DeepSpeed and Megatron-style callers expect."""
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from fourfold.layout import AXES, Layout
+
+SLOWEST_FIRST = tuple(reversed(AXES))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mesh:
+    """A layout with its process groups. Groups of one rank exist too, so that no caller needs a special case."""
+
+    layout: Layout
+    rank: int
+    axis_groups: dict[str, dist.ProcessGroup]
+    shard_group: dist.ProcessGroup  # shares one copy of parameters, gradients and optimizer state: dp_shard x cp
+    replicate_group: dist.ProcessGroup  # holds the same shard
+    loss_group: dist.ProcessGroup  # whose token losses add up to the loss of the global batch: dp x cp
+    model_group: dist.ProcessGroup  # holds one copy of the model between them: pp x tp
+
+    @property
+    def data_rank(self) -> int:
+        return self.layout.data_rank(self.rank)
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+
+def build_mesh(layout: Layout, *, device_type: str) -> Mesh:
+    """Collective over all processes of the default group, whose number must be the layout's."""
+    assert dist.get_world_size() == layout.world_size, (dist.get_world_size(), layout)
+    shape = tuple(layout.size(axis) for axis in SLOWEST_FIRST)
+    device_mesh = init_device_mesh(device_type, shape, mesh_dim_names=SLOWEST_FIRST)
+    axis_groups = {axis: device_mesh.get_group(axis) for axis in AXES}
+    return Mesh(
+        layout=layout,
+        rank=dist.get_rank(),
+        axis_groups=axis_groups,
+        shard_group=_flat_group(device_mesh, "dp_shard", "cp"),
+        replicate_group=axis_groups["dp_replicate"],
+        loss_group=_flat_group(device_mesh, "dp_replicate", "dp_shard", "cp"),
+        model_group=_flat_group(device_mesh, "pp", "tp"),
+    )
+
+
+def _flat_group(device_mesh: DeviceMesh, *axes: str) -> dist.ProcessGroup:
+    return device_mesh[axes]._flatten("_".join(axes)).get_group()
+
+
+class Mpu:
+    """Megatron's model-parallel-unit interface over a Mesh.
+
+    "data parallel" means the group over which ZeRO partitions and averages: dp_shard x cp. There is no method with
+    `sequence` in its name, on purpose: DeepSpeed 0.19 doubles gradients or reduces over too few ranks if it finds one.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._data = mesh.shard_group
+        self._model = mesh.model_group
+        self._tensor = mesh.axis_groups["tp"]
+        self._pipeline = mesh.axis_groups["pp"]
+
+    def get_data_parallel_group(self) -> dist.ProcessGroup:
+        return self._data
+
+    def get_data_parallel_world_size(self) -> int:
+        return dist.get_world_size(self._data)
+
+    def get_data_parallel_rank(self) -> int:
+        return dist.get_rank(self._data)
+
+    def get_data_parallel_group_ranks(self) -> list[int]:
+        return dist.get_process_group_ranks(self._data)
+
+    def get_model_parallel_group(self) -> dist.ProcessGroup:
+        return self._model
+
+    def get_model_parallel_world_size(self) -> int:
+        return dist.get_world_size(self._model)
+
+    def get_model_parallel_rank(self) -> int:
+        return dist.get_rank(self._model)
+
+    def get_tensor_model_parallel_group(self) -> dist.ProcessGroup:
+        return self._tensor
+
+    def get_tensor_model_parallel_world_size(self) -> int:
+        return dist.get_world_size(self._tensor)
+
+    def get_tensor_model_parallel_rank(self) -> int:
+        return dist.get_rank(self._tensor)
+
+    def get_pipeline_model_parallel_group(self) -> dist.ProcessGroup:
+        return self._pipeline
+
+    def get_pipeline_model_parallel_world_size(self) -> int:
+        return dist.get_world_size(self._pipeline)
+
+    def get_pipeline_model_parallel_rank(self) -> int:
+        return dist.get_rank(self._pipeline)

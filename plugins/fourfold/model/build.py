@@ -1,0 +1,69 @@
+"""A Hugging Face causal LM on the meta device, with a head that returns the sum of token losses and never all logits."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+IGNORED = -100
+
+
+class LossHead(nn.Module):
+    """Output projection and cross-entropy in one: hidden[B, S, D], labels[B, S] -> sum of token losses, fp32 scalar.
+
+    torch's linear_cross_entropy computes gradients chunk by chunk in the forward pass, so that logits of one chunk of
+    tokens exist at a time. A final soft-cap (Gemma 2) is not in it: those models hold all logits.
+    """
+
+    def __init__(self, head: nn.Linear, *, softcap: float | None, chunk_size: int | None) -> None:
+        super().__init__()
+        assert head.bias is None, "none of the supported models has a bias in its head"
+        self.weight = head.weight
+        self.softcap = softcap
+        self.chunk_size = chunk_size
+
+    def forward(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        hidden, labels = hidden.flatten(0, 1), labels.flatten()
+        if self.softcap is not None:
+            logits = F.linear(hidden, self.weight).float()
+            logits = torch.tanh(logits / self.softcap) * self.softcap
+            return F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
+        loss = F.linear_cross_entropy(
+            hidden, self.weight, labels, ignore_index=IGNORED, reduction="sum", options=self._options()
+        )
+        return loss.float()
+
+    def _options(self) -> nn.LinearCrossEntropyOptions:
+        if self.chunk_size is None:
+            return nn.LinearCrossEntropyOptions()
+        return nn.LinearCrossEntropyOptions(batch_chunk_size=self.chunk_size, chunking_method=None)
+
+
+class CausalLMLoss(nn.Module):
+    """What is trained: input_ids, position_ids, labels (shifted already), all [B, S] -> sum of token losses.
+
+    Documents of a packed row are told apart by their restarting position_ids, as transformers does it when there is
+    no cache and no mask.
+    """
+
+    def __init__(self, model: Any, *, chunk_size: int | None = None) -> None:
+        super().__init__()
+        self.model = model
+        softcap = getattr(model.config, "final_logit_softcapping", None)
+        model.lm_head = LossHead(model.lm_head, softcap=softcap, chunk_size=chunk_size)
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor, labels: Tensor) -> Tensor:
+        output = self.model.model(input_ids=input_ids, position_ids=position_ids, use_cache=False)
+        return self.model.lm_head(output.last_hidden_state, labels)
+
+
+def build_on_meta(config: Any, *, dtype: torch.dtype, attn_implementation: str) -> Any:
+    """The model with parameters on the meta device and buffers (rotary frequencies) for real."""
+    from accelerate import init_empty_weights
+    from transformers import AutoModelForCausalLM
+    from transformers.initialization import no_init_weights
+
+    with init_empty_weights(include_buffers=False), no_init_weights():
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attn_implementation)
+    return model.train()

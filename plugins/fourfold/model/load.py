@@ -1,0 +1,82 @@
+"""Fill a model on the meta device from safetensors: whole parameters, or under ZeRO-3 only this rank's slice of each.
+
+No rank reads or holds a full copy under ZeRO-3, and nothing is sent: memory is the rank's own shard plus one tensor.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fourfold.model.weights import Weights
+
+MakeParameter = Callable[[torch.Size, torch.dtype], nn.Parameter]
+
+
+def load(model: Any, weights: Weights, *, device: torch.device, make_partitioned: MakeParameter | None = None) -> None:
+    """Replace every meta parameter of the Hugging Face `model` by one filled from `weights`, then tie tied ones.
+
+    `make_partitioned` makes a ZeRO-3 parameter; without it parameters are plain. Raises ValueError as `check`.
+    """
+    tied = check(model, weights)
+    for name, parameter in list(model.named_parameters(remove_duplicate=False)):
+        if name in tied:
+            continue
+        module_name, _, attribute = name.rpartition(".")
+        filled = _filled(name, parameter, weights, device=device, make_partitioned=make_partitioned)
+        filled.requires_grad_(parameter.requires_grad)
+        setattr(model.get_submodule(module_name), attribute, filled)
+    for alias, name in tied.items():
+        setattr(model.get_submodule(alias.rpartition(".")[0]), alias.rpartition(".")[2], model.get_parameter(name))
+    model.to(device=device)  # buffers
+
+
+def check(model: Any, weights: Weights) -> dict[str, str]:
+    """Compare names and shapes; returns {alias: name} of tied parameters, which are stored once.
+
+    Raises ValueError naming the first differing tensors.
+    """
+    tied = tied_parameters(model)
+    expected = {name: p.shape for name, p in model.named_parameters(remove_duplicate=False) if name not in tied}
+    missing = sorted(set(expected) - weights.names())
+    if missing:
+        raise ValueError(
+            f"{weights.folder.absolute()} lacks {len(missing)} of the {len(expected)} tensors that its config.json "
+            f"calls for, {missing[0]} first. Is it the checkpoint of another model?"
+        )
+    surplus = sorted(name for name in weights.names() - set(expected) - set(tied) if "rotary_emb" not in name)
+    if surplus:
+        raise ValueError(
+            f"{weights.folder.absolute()} has {len(surplus)} tensors that a {model.config.model_type} does not, "
+            f"{surplus[0]} first: they would be lost in the export."
+        )
+    for name, shape in expected.items():
+        if weights.shape(name) != shape:
+            raise ValueError(
+                f"{weights.folder.absolute()}: {name} has shape {list(weights.shape(name))}, config.json calls for "
+                f"{list(shape)}."
+            )
+    return tied
+
+
+def tied_parameters(model: Any) -> dict[str, str]:
+    """{alias: name} of the parameters that transformers ties in this model."""
+    return dict(model.all_tied_weights_keys) if model.config.tie_word_embeddings else {}
+
+
+def _filled(
+    name: str, parameter: Tensor, weights: Weights, *, device: torch.device, make_partitioned: MakeParameter | None
+) -> nn.Parameter:
+    if make_partitioned is None:
+        value = weights.read(name).to(device=device, dtype=parameter.dtype)
+        return nn.Parameter(value.view(parameter.shape))
+    filled = make_partitioned(parameter.shape, parameter.dtype)
+    local: Tensor = filled.ds_tensor  # type: ignore[attr-defined]
+    group_rank = torch.distributed.get_rank(filled.ds_process_group)  # type: ignore[attr-defined]
+    start = group_rank * local.numel()
+    count = max(0, min(local.numel(), parameter.numel() - start))
+    local.zero_()  # the last rank's padding
+    if count:
+        local[:count].copy_(weights.read(name, start=start, count=count))
+    return filled

@@ -1,0 +1,147 @@
+"""Everything that leans on the inside of DeepSpeed, checked against 0.19.8. tests/parity/test_deepspeed_canary.py fails
+when an upgrade changes one of these.
+
+1. quiet_start: no compiling of the shared-memory collective (138 s), no import of inductor by Muon (10-24 s).
+2. use_fp32_shards: gradients of stages 0 to 2 are summed in one flat fp32 shard, whatever the parameter dtype.
+3. new_partitioned_parameter: a ZeRO-3 parameter from a shape, without ever broadcasting it.
+4. fragments, averaged_gradients: where a rank's slices of master weights, optimizer state and gradients lie.
+"""
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+
+def quiet_start(device: torch.device) -> Any:
+    """Import DeepSpeed without its slow or noisy parts; returns the module. Call before any other import of it."""
+    os.environ.setdefault("DS_ACCELERATOR", device.type)
+    os.environ.setdefault("LOCAL_RANK", "0")  # asserted by its engine, also where no launcher set it
+    import deepspeed
+    import deepspeed.ops
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    with _without_compile():
+        import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401  # imported later anyway, in its first reduction
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    return deepspeed
+
+
+@contextmanager
+def _without_compile() -> Iterator[None]:
+    """`@torch.compile` at import time of DeepSpeed's Muon would import all of inductor; we never use Muon."""
+    compile_, torch.compile = torch.compile, lambda model=None, **_: model if model is not None else (lambda f: f)
+    try:
+        yield
+    finally:
+        torch.compile = compile_
+
+
+def initialize(module: nn.Module, *, optimizer: torch.optim.Optimizer, settings: dict[str, Any], mpu: Any) -> Any:
+    """deepspeed.initialize with our groups; returns the engine."""
+    import deepspeed
+    from deepspeed.utils import groups
+
+    groups.mpu = None  # module-global there, and never reset: a second engine of one process would inherit it
+    engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=settings, mpu=mpu)
+    return engine
+
+
+def use_fp32_shards(optimizer: Any) -> None:
+    """Sum reduced gradients of a stage-2 optimizer in one flat fp32 buffer of the size of this rank's shard.
+
+    That is what it does for bf16 parameters with fp32 sums; for fp32 parameters it would hold two copies of the shard.
+    """
+    if not optimizer.cpu_offload and optimizer.dtype == torch.float32:
+        optimizer.use_grad_accum_attribute = True
+        optimizer._use_compact_grad_partition_buffer = lambda group_index: True
+
+
+def partitioner(*, group: dist.ProcessGroup, settings: dict[str, Any], mpu: Any) -> Any:
+    """DeepSpeed's context for ZeRO-3 parameters over `group`; used as an object, never entered."""
+    import deepspeed
+
+    return deepspeed.zero.Init(
+        data_parallel_group=group, config_dict_or_path=settings, mpu=mpu, mem_efficient_linear=False
+    )
+
+
+def new_partitioned_parameter(shape: torch.Size, *, dtype: torch.dtype, partitioner: Any) -> nn.Parameter:
+    """A ZeRO-3 parameter of global `shape` whose local slice (`ds_tensor`) is still to be filled."""
+    parameter = nn.Parameter(torch.empty(shape, dtype=dtype, device=partitioner.local_device))
+    partitioner._convert_to_deepspeed_param(parameter)
+    parameter.partition()
+    return parameter
+
+
+def averaged_gradients(engine: Any) -> list[Tensor]:
+    """This rank's shard of the averaged gradients, between the last backward and step(): tensors to change in place."""
+    tensors: list[Tensor] = []
+    for group in engine.optimizer.averaged_gradients.values():
+        flat = getattr(group, "flat_partition", None)
+        tensors += [flat] if flat is not None else [tensor for tensor in group or [] if tensor is not None]
+    return tensors
+
+
+def owned_slices(engine: Any) -> Iterator[tuple[nn.Parameter, int, int, int, int]]:
+    """(parameter, start in the flattened parameter, index of the flat fp32 buffer, start in that buffer, elements) of
+    each slice whose master weight this rank keeps. Collective-free; order is the same on every call."""
+    optimizer = engine.optimizer
+    for parameter in engine.module.parameters():
+        if not parameter.requires_grad:
+            continue
+        if hasattr(parameter, "ds_id"):
+            buffer, offset, _ = optimizer.grad_position[optimizer.get_param_id(parameter)]
+            size = parameter.ds_tensor.ds_numel
+            start = optimizer._get_param_partition_rank(parameter) * size
+            count = min(size, parameter.ds_numel - start)
+        else:
+            mapping = parameter._hp_mapping
+            if mapping is None:
+                continue
+            buffer, offset = mapping.param_group_index, mapping.hp_fragment_address.start
+            start, count = mapping.lp_fragment_address.start, mapping.lp_fragment_address.numel
+        if count > 0:
+            yield parameter, int(start), int(buffer), int(offset), int(count)
+
+
+def master_buffers(engine: Any) -> list[nn.Parameter]:
+    """Flat fp32 buffers of this rank: the very tensors that the torch optimizer updates."""
+    optimizer = engine.optimizer
+    if hasattr(optimizer, "fp32_partitioned_groups_flat"):
+        return list(optimizer.fp32_partitioned_groups_flat)
+    return list(optimizer.single_partition_of_fp32_groups)
+
+
+def gradient_buffers(engine: Any) -> list[Tensor]:
+    """Averaged gradients in the order of `master_buffers`; valid between the last backward and step()."""
+    groups = engine.optimizer.averaged_gradients
+    return [_flat(groups[index]) for index in range(len(master_buffers(engine)))]
+
+
+def _flat(group: Any) -> Tensor:
+    flat = getattr(group, "flat_partition", None)
+    return flat if flat is not None else torch.cat([tensor.reshape(-1) for tensor in group])
+
+
+def publish_masters(engine: Any) -> None:
+    """Make the training weights of every rank equal to the master weights. Collective over the shard group."""
+    optimizer = engine.optimizer
+    if not hasattr(optimizer, "fp32_partitioned_groups_flat"):
+        optimizer.update_lp_params()
+        for index in range(len(optimizer.bit16_groups)):
+            optimizer._update_model_bit16_weights(index)
+        return
+    buffers = master_buffers(engine)
+    for parameter, _, buffer, offset, count in owned_slices(engine):
+        parameter.ds_tensor.data[:count].copy_(buffers[buffer][offset : offset + count])
+    persistent = optimizer.persistent_parameters
+    if persistent:
+        for parameter in persistent:
+            parameter.partition()
+        persistent[0].all_gather(persistent)

@@ -1,0 +1,132 @@
+"""ZeRO 0-3 and HSDP over DeepSpeed, with one normaliser, one norm and one accumulation rule for all of them.
+
+What is split: optimizer state (stage 1), gradients (2) and parameters (3) over the shard group, dp_shard x cp. Replicas
+of a shard hold equal copies: their averaged gradients are averaged once more, one all-reduce of the shard a step
+(HSDP: ZeRO/FSDP inside a group, data parallelism across; dp_shard_size=1 is plain data parallelism).
+Bytes a step and rank, parameters P, shard group s, replicas r, element size e: 2 P e (s-1)/s for stages 1 and 2,
+3 P e (s-1)/s for stage 3 without accumulation (Rajbhandari et al. 2020, section 7), and 2 (P/s) 4 (r-1)/r for replicas.
+"""
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fourfold.mesh import Mesh, Mpu
+from fourfold.schema import TrainConfig
+from fourfold.zero import deepspeed_internals as internals
+from fourfold.zero.settings import deepspeed_json
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """A slice of one parameter whose master weight this rank keeps: elements [start, start + count) when flattened."""
+
+    name: str
+    shape: torch.Size
+    start: int
+    count: int
+    buffer: int  # which flat fp32 buffer
+    offset: int  # where in it
+
+    def of(self, buffers: list[Any]) -> Tensor:
+        """View [count] of this fragment in `buffers`, one flat tensor for each master buffer."""
+        return buffers[self.buffer].detach()[self.offset : self.offset + self.count]
+
+
+class ZeroEngine:
+    """A module under DeepSpeed. One update is `forward_backward`, then `step`."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        names: dict[str, nn.Parameter],
+        optimizer: torch.optim.Optimizer,
+        config: TrainConfig,
+        mesh: Mesh,
+    ) -> None:
+        """`names` are the parameters of `module` under the names that checkpoints give them."""
+        for parameter in module.parameters():
+            parameter.tensor_model_parallel = True  # type: ignore[attr-defined]  # "this rank counts it in the norm"
+        self._mesh = mesh
+        self._deepspeed = internals.initialize(
+            module, optimizer=optimizer, settings=deepspeed_json(config), mpu=Mpu(mesh)
+        )
+        if config.zero.stage < 3:
+            internals.use_fp32_shards(self._deepspeed.optimizer)
+        self._reduces_once = config.zero.stage < 2  # stages 2 and 3 keep gradient shards only: once a micro-batch
+        self._one_reduction = self._deepspeed.coalesce_grad_reduction
+        self._names = {id(parameter): name for name, parameter in names.items()}
+        self.optimizer = optimizer
+        self.module: nn.Module = self._deepspeed.module
+
+    def forward_backward(self, micro_batches: list[dict[str, Tensor]], *, targets: int) -> Tensor:
+        """Gradients of one update; returns the sum of token losses of each micro-batch [len(micro_batches)], detached.
+
+        `targets` is the number of valid targets of the global batch over all data ranks and micro-batches: the only
+        normaliser. DeepSpeed averages over the shard group and we over the replicas, so each rank's sum is scaled by
+        the number of ranks first. All ranks must bring equally many micro-batches.
+        """
+        scale = dist.get_world_size(self._mesh.loss_group) / targets
+        losses = []
+        with self._one_reduction() if self._reduces_once else nullcontext():
+            for index, batch in enumerate(micro_batches):
+                self._deepspeed.set_gradient_accumulation_boundary(index == len(micro_batches) - 1)
+                loss = self._deepspeed(**batch)
+                (loss * scale).backward()
+                losses.append(loss.detach())
+        self._average_replicas()
+        return torch.stack(losses)
+
+    def _average_replicas(self) -> None:
+        replicas = self._mesh.layout.dp_replicate_size
+        if replicas == 1:
+            return
+        for shard in internals.averaged_gradients(self._deepspeed):
+            dist.all_reduce(shard, group=self._mesh.replicate_group)
+            shard.div_(replicas)
+
+    def step(self, *, learning_rate: float) -> float:
+        """Clip, update, publish the new weights; returns the global gradient norm before clipping.
+
+        The norm is inf or nan if a gradient is; then nothing was updated.
+        """
+        for group in self._deepspeed.optimizer.param_groups:
+            group["lr"] = learning_rate
+        self._deepspeed.step()
+        if self._deepspeed.optimizer.overflow:
+            return float("nan")
+        return float(self._deepspeed.get_global_grad_norm())
+
+    def forward_only(self, batch: dict[str, Tensor]) -> Tensor:
+        """Sum of the token losses of one batch, without gradients. Every rank must call it equally often."""
+        self.module.eval()
+        try:
+            with torch.no_grad():
+                return self._deepspeed(**batch)
+        finally:
+            self.module.train()
+
+    def fragments(self) -> list[Fragment]:
+        """Slices of the parameters that this rank keeps, by name; together with the other ranks of the shard group
+        they cover every element once."""
+        return [
+            Fragment(self._names[id(p)], getattr(p, "ds_shape", p.shape), start, count, buffer, offset)
+            for p, start, buffer, offset, count in internals.owned_slices(self._deepspeed)
+        ]
+
+    def masters(self) -> list[nn.Parameter]:
+        """Flat fp32 master weights of this rank."""
+        return internals.master_buffers(self._deepspeed)
+
+    def gradients(self) -> list[Tensor]:
+        """Averaged gradients, laid out as `masters`; valid between `forward_backward` and `step`."""
+        return internals.gradient_buffers(self._deepspeed)
+
+    def publish(self) -> None:
+        """After a write to the masters: make the weights used for training equal to them, on all ranks."""
+        internals.publish_masters(self._deepspeed)

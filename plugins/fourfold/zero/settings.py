@@ -1,0 +1,66 @@
+"""The DeepSpeed JSON that a recipe stands for. Pure: the same dictionary is planned with, trained with and written out."""
+
+from typing import Any
+
+from fourfold.schema import Offload, OffloadConfig, Precision, TrainConfig, ZeroConfig
+
+
+def deepspeed_json(config: TrainConfig) -> dict[str, Any]:
+    """Settings for deepspeed.initialize.
+
+    Accumulation is ours (zero/engine.py), so DeepSpeed is told of one micro-batch a step and never divides by it.
+    """
+    settings: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": config.micro_batch_size,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": config.optim.max_grad_norm,
+        "steps_per_print": 10**9,
+        "zero_allow_untested_optimizer": True,  # our optimizers are torch's; "untested" means not DeepSpeed's own
+        "zero_force_ds_cpu_optimizer": False,  # its CPU Adam is compiled at first use, for minutes
+        "zero_optimization": _zero_section(config.zero),
+    }
+    if config.precision is Precision.bf16:
+        # an overflow check makes DeepSpeed skip the update when the norm is not finite, as it does by itself in fp32
+        settings["bf16"] = {"enabled": True, "check_grad_overflow": True}
+        settings["data_types"] = {"grad_accum_dtype": "fp32" if config.zero.fp32_accumulation else "bf16"}
+        settings["communication_data_type"] = "fp32" if config.zero.fp32_reduction else "bf16"
+    return settings
+
+
+def engine_stage(zero: ZeroConfig) -> int:
+    """DeepSpeed's stage for ours. Its stages 0 and 1 are not used: stage 0 takes a step of its own under bf16 and
+    reports no norm, stage 1 hands bf16 with fp32 sums to another optimizer that cannot defer the reduction. Ours are
+    stage 2 that keeps whole gradients until the boundary, stage 0 over a shard group of one."""
+    return 3 if zero.stage == 3 else 2
+
+
+def _zero_section(zero: ZeroConfig) -> dict[str, Any]:
+    section: dict[str, Any] = {
+        "stage": engine_stage(zero),
+        "contiguous_gradients": True,
+        "reduce_scatter": True,
+        "overlap_comm": zero.overlap_comm,
+        "reduce_bucket_size": zero.reduce_bucket_size,
+    }
+    if zero.stage == 3:
+        section |= {
+            "stage3_param_persistence_threshold": zero.stage3_param_persistence_threshold,
+            "stage3_prefetch_bucket_size": zero.stage3_prefetch_bucket_size,
+            "stage3_max_live_parameters": zero.stage3_max_live_parameters,
+            "stage3_max_reuse_distance": zero.stage3_max_reuse_distance,
+            "stage3_module_granularity_threshold": zero.stage3_module_granularity_threshold,
+            "memory_efficient_linear": False,  # would replace torch.nn.functional.linear for the whole process
+        }
+    else:
+        section["allgather_bucket_size"] = zero.allgather_bucket_size
+    return section | _offload_section(zero.offload)
+
+
+def _offload_section(offload: OffloadConfig) -> dict[str, Any]:
+    section = {}
+    for key, place in (("offload_optimizer", offload.optimizer), ("offload_param", offload.parameters)):
+        if place is not Offload.none:
+            section[key] = {"device": place.value, "pin_memory": True}
+            if place is Offload.nvme:
+                section[key]["nvme_path"] = offload.nvme_path
+    return section

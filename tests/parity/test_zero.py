@@ -1,0 +1,92 @@
+"""Plain data parallelism, ZeRO 1-3 and HSDP against one process: loss, every gradient, norm, weights after steps."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fourfold.layout import Layout
+from fourfold.schema import LossConfig, OptimConfig, Precision, TrainConfig, ZeroConfig
+from tests.parity.zero_ranks import train
+from tests.pool import RankPool
+from tests.reference import Reference, batches, tiny_model, worst
+
+STEPS, ROWS = 3, 12
+STRATEGIES = {
+    "dp": (0, lambda n: Layout(dp_replicate_size=n)),
+    "zero1": (1, lambda n: Layout(dp_shard_size=n)),
+    "zero2": (2, lambda n: Layout(dp_shard_size=n)),
+    "zero3": (3, lambda n: Layout(dp_shard_size=n)),
+    "hsdp1": (1, lambda n: Layout(dp_shard_size=2, dp_replicate_size=n // 2)),
+    "hsdp2": (2, lambda n: Layout(dp_shard_size=2, dp_replicate_size=n // 2)),
+    "hsdp3": (3, lambda n: Layout(dp_shard_size=2, dp_replicate_size=n // 2)),
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
+    made = {}
+    for tied in (False, True):
+        made[tied] = tmp_path_factory.mktemp(f"tied-{tied}")
+        tiny_model(tied=tied).save_pretrained(made[tied])
+    return made
+
+
+def settings(*, stage: int, optim: OptimConfig, precision: Precision = Precision.fp32) -> TrainConfig:
+    zero = ZeroConfig(stage=stage, reduce_bucket_size=4000, allgather_bucket_size=4000)
+    return TrainConfig(name="parity", precision=precision, zero=zero, optim=optim, loss=LossConfig(chunk_size=7))
+
+
+def truth(*, tied: bool, optim: OptimConfig) -> tuple[list[float], list[float], list[dict[str, Any]], dict[str, Any]]:
+    model = tiny_model(tied=tied)
+    decayed = [p for p in model.parameters() if p.ndim > 1]
+    others = [p for p in model.parameters() if p.ndim <= 1]
+    groups = [{"params": decayed, "weight_decay": optim.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    if optim.name == "sgd":
+        optimizer: torch.optim.Optimizer = torch.optim.SGD(groups, lr=optim.learning_rate)
+    else:
+        optimizer = torch.optim.AdamW(groups, lr=optim.learning_rate, betas=(optim.adam_beta1, optim.adam_beta2))
+    reference = Reference(model, optimizer, optim.max_grad_norm)
+    losses, norms, gradients = zip(*(reference.step(batches(step, rows=ROWS)) for step in range(STEPS)), strict=True)
+    return list(losses), list(norms), list(gradients), reference.weights()
+
+
+def check(results: list[dict[str, Any]], expected: Any, *, tight: float) -> None:
+    losses, norms, gradients, weights = expected
+    for result in results:
+        assert result["loss"] == pytest.approx(losses, rel=tight)
+        assert result["norm"] == pytest.approx(norms, rel=10 * tight)
+        for got, want in zip(result["gradients"], gradients, strict=True):
+            distance, name = worst(got, want)
+            assert distance < 10 * tight, name
+        distance, name = worst(result["weights"], weights)
+        assert distance < 10 * tight, name
+
+
+CASES = [
+    (strategy, world, accumulation)
+    for strategy in STRATEGIES
+    for world in ((4,) if strategy.startswith("hsdp") else (1, 2, 4))
+    for accumulation in (1, 3)
+]
+
+
+@pytest.mark.parametrize(("strategy", "world", "accumulation"), CASES)
+def test_sgd_equals_one_process(
+    ranks: RankPool, folders: dict[bool, Path], strategy: str, world: int, accumulation: int
+) -> None:
+    stage, layout = STRATEGIES[strategy]
+    tied = (world + accumulation) % 2 == 0
+    optim = OptimConfig(name="sgd", learning_rate=0.5, weight_decay=0.1, max_grad_norm=0.3)
+    results = ranks.run(
+        world,
+        train,
+        folder=folders[tied],
+        config=settings(stage=stage, optim=optim),
+        layout=layout(world),
+        steps=[batches(step, rows=ROWS) for step in range(STEPS)],
+        accumulation=accumulation,
+    )
+    check(results, truth(tied=tied, optim=optim), tight=1e-6)
+    assert all(result["share"] == pytest.approx(1 / layout(world).partition_size, rel=0.05) for result in results)

@@ -1,0 +1,68 @@
+"""What one rank does in the ZeRO parity tests."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fourfold.layout import Layout
+from fourfold.mesh import Mesh, build_mesh
+from fourfold.model.build import CausalLMLoss, build_on_meta
+from fourfold.model.load import load
+from fourfold.model.weights import Weights
+from fourfold.schema import Precision, TrainConfig
+from fourfold.zero.build import build_engine
+from fourfold.zero.engine import ZeroEngine
+
+
+def gather(engine: ZeroEngine, buffers: list[Any], *, mesh: Mesh) -> dict[str, Tensor]:
+    """Whole tensors by name from the fragments of all ranks of the shard group; every element exactly once."""
+    mine = [(f.name, f.shape, f.start, f.of(buffers).clone()) for f in engine.fragments()]
+    pieces: list[Any] = [None] * dist.get_world_size(mesh.shard_group)
+    dist.all_gather_object(pieces, mine, group=mesh.shard_group)
+    whole: dict[str, Tensor] = {}
+    for name, shape, start, values in (piece for rank in pieces for piece in rank):
+        flat = whole.setdefault(name, torch.full((shape.numel(),), float("nan"))).view(-1)
+        assert flat[start : start + len(values)].isnan().all(), f"{name} is kept twice"
+        flat[start : start + len(values)] = values
+        whole[name] = flat.view(shape)
+    assert not any(tensor.isnan().any() for tensor in whole.values())
+    return whole
+
+
+def build(rank: int, *, folder: Path, config: TrainConfig, layout: Layout) -> tuple[ZeroEngine, Mesh]:
+    from transformers import AutoConfig
+
+    mesh = build_mesh(layout, device_type="cpu")
+    dtype = torch.bfloat16 if config.precision is Precision.bf16 else torch.float32
+    hf = build_on_meta(AutoConfig.from_pretrained(folder), dtype=dtype, attn_implementation="sdpa")
+    return build_engine(hf, Weights(folder), config=config, mesh=mesh, device=torch.device("cpu")), mesh
+
+
+def micro_batches(batch: dict[str, Tensor], *, mesh: Mesh, count: int) -> list[dict[str, Tensor]]:
+    """This data rank's rows, cut into `count` micro-batches."""
+    mine = {key: value[mesh.data_rank :: mesh.layout.data_size] for key, value in batch.items()}
+    return [{key: value[index::count] for key, value in mine.items()} for index in range(count)]
+
+
+def train(
+    rank: int, *, folder: Path, config: TrainConfig, layout: Layout, steps: list[dict[str, Tensor]], accumulation: int
+) -> dict[str, Any]:
+    """Losses, norms, gradients of each step and the weights at the end, as every rank sees them."""
+    engine, mesh = build(rank, folder=folder, config=config, layout=layout)
+    history: dict[str, Any] = {"loss": [], "norm": [], "gradients": []}
+    for batch in steps:
+        targets = int((batch["labels"] != -100).sum())
+        micros = micro_batches(batch, mesh=mesh, count=accumulation)
+        loss = engine.forward_backward(micros, targets=targets).sum()
+        history["gradients"].append(gather(engine, engine.gradients(), mesh=mesh))
+        history["norm"].append(engine.step(learning_rate=config.optim.learning_rate))
+        dist.all_reduce(loss, group=mesh.loss_group)
+        history["loss"].append(loss.item() / targets)
+    history["weights"] = gather(engine, engine.masters(), mesh=mesh)
+    owned = sum(fragment.count for fragment in engine.fragments())
+    total = sum(tensor.numel() for tensor in history["weights"].values())
+    history["share"] = owned / total
+    return history
