@@ -8,7 +8,7 @@ import torch
 
 from fourfold.layout import Layout
 from fourfold.schema import LossConfig, OptimConfig, Precision, TrainConfig, ZeroConfig
-from tests.parity.zero_ranks import train
+from tests.parity.zero_ranks import bf16_gradients, train
 from tests.pool import RankPool
 from tests.reference import Reference, batches, tiny_model, worst
 
@@ -46,7 +46,7 @@ def truth(*, tied: bool, optim: OptimConfig) -> tuple[list[float], list[float], 
     if optim.name == "sgd":
         optimizer: torch.optim.Optimizer = torch.optim.SGD(groups, lr=optim.learning_rate)
     else:
-        optimizer = torch.optim.AdamW(groups, lr=optim.learning_rate, betas=(optim.adam_beta1, optim.adam_beta2))
+        optimizer = torch.optim.AdamW(groups, lr=optim.learning_rate, betas=(optim.adam_beta1, optim.adam_beta2), eps=optim.adam_epsilon)
     reference = Reference(model, optimizer, optim.max_grad_norm)
     losses, norms, gradients = zip(*(reference.step(batches(step, rows=ROWS)) for step in range(STEPS)), strict=True)
     return list(losses), list(norms), list(gradients), reference.weights()
@@ -90,3 +90,40 @@ def test_sgd_equals_one_process(
     )
     check(results, truth(tied=tied, optim=optim), tight=1e-6)
     assert all(result["share"] == pytest.approx(1 / layout(world).partition_size, rel=0.05) for result in results)
+
+
+@pytest.mark.parametrize("strategy", list(STRATEGIES))
+def test_adamw_equals_one_process(ranks: RankPool, folders: dict[bool, Path], strategy: str) -> None:
+    stage, layout = STRATEGIES[strategy]
+    # epsilon far above the rounding of a gradient: AdamW divides by it, and amplifies noise of entries near zero
+    optim = OptimConfig(learning_rate=1e-2, weight_decay=0.5, max_grad_norm=0.3, adam_epsilon=1e-3)
+    results = ranks.run(
+        4,
+        train,
+        folder=folders[True],
+        config=settings(stage=stage, optim=optim),
+        layout=layout(4),
+        steps=[batches(step, rows=ROWS) for step in range(STEPS)],
+        accumulation=3,
+    )
+    check(results, truth(tied=True, optim=optim), tight=1e-6)
+
+
+@pytest.mark.parametrize("strategy", list(STRATEGIES))
+def test_bf16_sums_and_reduces_in_fp32(ranks: RankPool, folders: dict[bool, Path], strategy: str) -> None:
+    """Against one process that runs the same 16 micro-batches in bf16 and adds their gradients in fp32: what is left is
+    the order of fp32 additions. (Sums in bf16 are wrong by about 5e-3.)"""
+    stage, layout = STRATEGIES[strategy]
+    batch = batches(0, rows=16)
+    (truth,) = ranks.run(1, bf16_gradients, folder=folders[False], batch=batch)
+    result = ranks.run(
+        4,
+        train,
+        folder=folders[False],
+        config=settings(stage=stage, optim=OptimConfig(name="sgd"), precision=Precision.bf16),
+        layout=layout(4),
+        steps=[batch],
+        accumulation=4,
+    )[0]
+    distance, name = worst(result["gradients"][0], truth)
+    assert distance < 1e-5, name

@@ -66,3 +66,22 @@ def train(
     total = sum(tensor.numel() for tensor in history["weights"].values())
     history["share"] = owned / total
     return history
+
+
+def bf16_gradients(rank: int, *, folder: Path, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """One process, plain torch: each row a micro-batch in bf16, their gradients added in fp32."""
+    from transformers import AutoConfig
+
+    hf = build_on_meta(AutoConfig.from_pretrained(folder), dtype=torch.bfloat16, attn_implementation="sdpa")
+    load(hf, Weights(folder), device=torch.device("cpu"))
+    module = CausalLMLoss(hf, chunk_size=7)
+    targets = int((batch["labels"] != -100).sum())
+    total: dict[str, Tensor] = {}
+    for row in range(len(batch["labels"])):
+        loss = module(**{key: value[row : row + 1] for key, value in batch.items()})
+        (loss * 4 / targets).backward()  # times 4 ranks, as there: a power of two, so that bf16 rounds alike
+        for name, parameter in hf.named_parameters():
+            assert parameter.grad is not None
+            total[name] = total.get(name, torch.zeros(())) + parameter.grad.float() / 4
+            parameter.grad = None
+    return total

@@ -52,13 +52,17 @@ def initialize(module: nn.Module, *, optimizer: torch.optim.Optimizer, settings:
     return engine
 
 
-def use_fp32_shards(optimizer: Any) -> None:
+def use_fp32_shards(optimizer: Any, *, whole_gradients: bool) -> None:
     """Sum reduced gradients of a stage-2 optimizer in one flat fp32 buffer of the size of this rank's shard.
 
     That is what it does for bf16 parameters with fp32 sums; for fp32 parameters it would hold two copies of the shard.
+    With `whole_gradients` (reduced once, from `grad_accum`) the bucket that is reduced is fp32 as well.
     """
-    if not optimizer.cpu_offload and optimizer.dtype == torch.float32:
+    if optimizer.cpu_offload or optimizer.gradient_accumulation_dtype != torch.float32:
+        return
+    if optimizer.dtype == torch.float32 or whole_gradients:
         optimizer.use_grad_accum_attribute = True
+    if optimizer.dtype == torch.float32:
         optimizer._use_compact_grad_partition_buffer = lambda group_index: True
 
 

@@ -56,9 +56,9 @@ class ZeroEngine:
         self._deepspeed = internals.initialize(
             module, optimizer=optimizer, settings=deepspeed_json(config), mpu=Mpu(mesh)
         )
-        if config.zero.stage < 3:
-            internals.use_fp32_shards(self._deepspeed.optimizer)
         self._reduces_once = config.zero.stage < 2  # stages 2 and 3 keep gradient shards only: once a micro-batch
+        if config.zero.stage < 3:
+            internals.use_fp32_shards(self._deepspeed.optimizer, whole_gradients=self._reduces_once)
         self._one_reduction = self._deepspeed.coalesce_grad_reduction
         self._names = {id(parameter): name for name, parameter in names.items()}
         self.optimizer = optimizer
