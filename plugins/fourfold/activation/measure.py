@@ -1,0 +1,47 @@
+"""Counting what autograd keeps between forward and backward; for tests and benchmarks, it adds time and memory itself."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+
+class Saved:
+    """Tensors saved for backward, one entry a storage: views and tensors saved by several operations count once."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[int, Tensor] = {}  # by address of the storage; holding them keeps addresses unique
+
+    def drop(self, tensors: Iterable[Tensor]) -> None:
+        """Forget what is not to be counted, e.g. tables that all layers share."""
+        for tensor in tensors:
+            self.tensors.pop(tensor.untyped_storage().data_ptr(), None)
+
+    @property
+    def elements(self) -> int:
+        return sum(tensor.untyped_storage().nbytes() // tensor.element_size() for tensor in self.tensors.values())
+
+    @property
+    def bytes(self) -> int:
+        return sum(tensor.untyped_storage().nbytes() for tensor in self.tensors.values())
+
+
+@contextmanager
+def saved_tensors(model: nn.Module) -> Iterator[Saved]:
+    """Record what forward passes inside the context save for backward, the parameters of `model` excluded.
+
+    With checkpointing that is the inputs of the stretches and what selective keeps; the masks and rotary tables that a
+    stretch refers to are shared by all layers and not seen.
+    """
+    parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    saved = Saved()
+
+    def pack(tensor: Tensor) -> Tensor:
+        address = tensor.untyped_storage().data_ptr()
+        if address not in parameters:
+            saved.tensors.setdefault(address, tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield saved
