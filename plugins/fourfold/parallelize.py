@@ -1,13 +1,14 @@
-"""From a Hugging Face model on the meta device to a ZeroEngine: the one place that knows the order."""
+"""From a Hugging Face model on the meta device to a model spread over the mesh: the order of application."""
 
 from typing import Any
 
 import torch
 from torch import nn
 
+from fourfold.activation import checkpointing
 from fourfold.mesh import Mesh, Mpu
 from fourfold.model.build import CausalLMLoss
-from fourfold.model.load import load
+from fourfold.model.load import MakeParameter, load
 from fourfold.model.weights import Weights
 from fourfold.schema import TrainConfig
 from fourfold.zero import deepspeed_internals as internals
@@ -16,20 +17,23 @@ from fourfold.zero.optimizer import build_optimizer
 from fourfold.zero.settings import deepspeed_json
 
 
-def build_engine(model: Any, weights: Weights, *, config: TrainConfig, mesh: Mesh, device: torch.device) -> ZeroEngine:
-    """Load `model` (Hugging Face, on meta) from `weights` and put it under ZeRO; collective over the mesh."""
+def parallelize(model: Any, weights: Weights, *, config: TrainConfig, mesh: Mesh, device: torch.device) -> ZeroEngine:
+    """Collective over the mesh. `model` is a causal LM on meta; each rank reads only the slices that it keeps."""
     internals.quiet_start(device)
-    make_partitioned = None
-    if config.zero.stage == 3:
-        partitioner = internals.partitioner(
-            group=mesh.shard_group, settings=deepspeed_json(config), mpu=Mpu(mesh)
-        )
-
-        def make_partitioned(shape: torch.Size, dtype: torch.dtype) -> nn.Parameter:
-            return internals.new_partitioned_parameter(shape, dtype=dtype, partitioner=partitioner)
-
-    load(model, weights, device=device, make_partitioned=make_partitioned)
+    checkpointing.apply(model, config.activation)
+    load(model, weights, device=device, make_partitioned=_partitioned(config, mesh=mesh))
     names = dict(model.named_parameters())
     module = CausalLMLoss(model, chunk_size=config.loss.chunk_size)
     optimizer = build_optimizer(module, optim=config.optim)
-    return ZeroEngine(module, names=names, optimizer=optimizer, config=config, mesh=mesh)
+    return ZeroEngine(module, names=names, optimizer=optimizer, config=config, mesh=mesh, device=device)
+
+
+def _partitioned(config: TrainConfig, *, mesh: Mesh) -> MakeParameter | None:
+    if config.zero.stage < 3:
+        return None
+    partitioner = internals.partitioner(group=mesh.shard_group, settings=deepspeed_json(config), mpu=Mpu(mesh))
+
+    def make(shape: torch.Size, dtype: torch.dtype) -> nn.Parameter:
+        return internals.new_partitioned_parameter(shape, dtype=dtype, partitioner=partitioner)
+
+    return make

@@ -44,7 +44,7 @@ class CausalLMLoss(nn.Module):
     """What is trained: input_ids, position_ids, labels (shifted already), all [B, S] -> sum of token losses.
 
     Documents of a packed row are told apart by their restarting position_ids, as transformers does it when there is
-    no cache and no mask.
+    no cache and no mask; it needs no document_ids.
     """
 
     def __init__(self, model: Any, *, chunk_size: int | None = None) -> None:
@@ -53,7 +53,9 @@ class CausalLMLoss(nn.Module):
         softcap = getattr(model.config, "final_logit_softcapping", None)
         model.lm_head = LossHead(model.lm_head, softcap=softcap, chunk_size=chunk_size)
 
-    def forward(self, input_ids: Tensor, position_ids: Tensor, labels: Tensor) -> Tensor:
+    def forward(
+        self, input_ids: Tensor, position_ids: Tensor, labels: Tensor, document_ids: Tensor | None = None
+    ) -> Tensor:
         output = self.model.model(input_ids=input_ids, position_ids=position_ids, use_cache=False)
         return self.model.lm_head(output.last_hidden_state, labels)
 

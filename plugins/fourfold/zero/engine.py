@@ -48,11 +48,13 @@ class ZeroEngine:
         optimizer: torch.optim.Optimizer,
         config: TrainConfig,
         mesh: Mesh,
+        device: torch.device,
     ) -> None:
         """`names` are the parameters of `module` under the names that checkpoints give them."""
         for parameter in module.parameters():
             parameter.tensor_model_parallel = True  # type: ignore[attr-defined]  # "this rank counts it in the norm"
         self._mesh = mesh
+        self._device = device
         self._deepspeed = internals.initialize(
             module, optimizer=optimizer, settings=deepspeed_json(config), mpu=Mpu(mesh)
         )
@@ -76,7 +78,7 @@ class ZeroEngine:
         with self._one_reduction() if self._reduces_once else nullcontext():
             for index, batch in enumerate(micro_batches):
                 self._deepspeed.set_gradient_accumulation_boundary(index == len(micro_batches) - 1)
-                loss = self._deepspeed(**batch)
+                loss = self._deepspeed(**self._to_device(batch))
                 (loss * scale).backward()
                 losses.append(loss.detach())
         self._average_replicas()
@@ -107,9 +109,12 @@ class ZeroEngine:
         self.module.eval()
         try:
             with torch.no_grad():
-                return self._deepspeed(**batch)
+                return self._deepspeed(**self._to_device(batch))
         finally:
             self.module.train()
+
+    def _to_device(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {key: value.to(self._device, non_blocking=True) for key, value in batch.items()}
 
     def fragments(self) -> list[Fragment]:
         """Slices of the parameters that this rank keeps, by name; together with the other ranks of the shard group
@@ -118,6 +123,10 @@ class ZeroEngine:
             Fragment(self._names[id(p)], getattr(p, "ds_shape", p.shape), start, count, buffer, offset)
             for p, start, buffer, offset, count in internals.owned_slices(self._deepspeed)
         ]
+
+    def shapes(self) -> dict[str, torch.Size]:
+        """Global shape of every parameter by name."""
+        return {self._names[id(p)]: getattr(p, "ds_shape", p.shape) for p in self.module.parameters()}
 
     def masters(self) -> list[nn.Parameter]:
         """Flat fp32 master weights of this rank."""

@@ -1,0 +1,71 @@
+"""The commands: `fourfold [train] <overrides>`, `fourfold export`. Nothing heavy is imported before a run is certain."""
+
+import argparse
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import hydra
+from omegaconf import DictConfig
+
+from fourfold.config import register_schema
+from fourfold.errors import local_rank, run_and_exit
+from fourfold.paths import CONF
+
+
+def main() -> None:
+    """`fourfold train ...` and `fourfold ...` are the same, so that shell completion works with both."""
+    os.environ["COMP_LINE"] = os.environ.get("COMP_LINE", "").replace("fourfold train ", "fourfold ", 1)
+    command = sys.argv[1] if len(sys.argv) > 1 else ""
+    if command == "export":
+        run_and_exit(lambda: export_command(sys.argv[2:]))
+    if command == "train":
+        del sys.argv[1]
+    register_schema()
+    with_one_voice(_compose_and_train)
+
+
+def with_one_voice(compose: Callable[[], None]) -> None:
+    """Hydra reports what it cannot compose on every rank; let only one of each node be heard."""
+    if local_rank() != 0:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115  # until training begins
+    compose()
+
+
+@hydra.main(version_base="1.3", config_path=str(CONF), config_name="train")
+def _compose_and_train(composed: DictConfig) -> None:
+    sys.stderr = sys.__stderr__
+    run_and_exit(lambda: _train(composed))
+
+
+def _train(composed: DictConfig) -> int:
+    from hydra.core.hydra_config import HydraConfig
+
+    from fourfold.config import to_plain, to_train_config
+    from fourfold.errors import world_size
+
+    overrides = list(HydraConfig.get().overrides.task)
+    if HydraConfig.get().mode.name == "MULTIRUN" and world_size() > 1:
+        raise ValueError(
+            f"--multirun with {world_size()} processes would run every job in one process group. Use a shell loop: "
+            f"for x in ...; do accelerate launch ... -m fourfold {' '.join(overrides)} key=$x; done"
+        )
+    config = to_train_config(composed)
+    from fourfold.train import train
+
+    return train(config, plain=to_plain(composed))
+
+
+def export_command(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="fourfold export", description="Write the Hugging Face folder of a run's newest or of a given checkpoint."
+    )
+    parser.add_argument("checkpoint", type=Path, help="folder of a run, or of one checkpoint (step-00000040)")
+    parser.add_argument("target", type=Path, help="folder to write; must not exist yet")
+    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="default: that of the model")
+    options = parser.parse_args(arguments)
+    from fourfold.checkpoint.export import export_checkpoint
+
+    print(export_checkpoint(options.checkpoint, target=options.target, dtype=options.dtype))
+    return 0

@@ -1,0 +1,68 @@
+"""What prepared rows depend on, as one key: the settings, the tokenizer's content, and the state of the sources."""
+
+import hashlib
+import json
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..schema import DataConfig, SourceKind
+from .huggingface import hub_fingerprint, local_files
+from .sources import jsonl_files, text_files
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase as Tokenizer
+
+FORMAT = 1  # of the rows: raise it whenever tokens.py, pack.py or rows.py would write other ones
+NOT_IN_ROWS = ("path", "eval_path", "num_proc")  # the paths are in the sources' states, made absolute
+
+
+def cache_key(data: DataConfig, *, tokenizer: "Tokenizer", seq_len: int, seed: int) -> str:
+    """sha256 in hex. Reads the state of the sources (paths, sizes, times) but none of their content.
+
+    ValueError: a source that is not there.
+    """
+    settings = {name: value for name, value in asdict(data).items() if name not in NOT_IN_ROWS}
+    return _sha256(
+        {
+            "format": FORMAT,
+            "settings": settings,
+            "seq_len": seq_len,
+            "seed": seed if data.eval_documents and not data.streaming else None,
+            "tokenizer": tokenizer_digest(tokenizer),
+            "train": _state(data, path=data.path),
+            "eval": None if data.eval_path is None else _state(data, path=data.eval_path),
+        }
+    )
+
+
+def tokenizer_digest(tokenizer: "Tokenizer") -> str:
+    """sha256 of what decides about tokens: vocabulary and rules, chat template, special tokens."""
+    return _sha256([type(tokenizer).__name__, _rules(tokenizer), tokenizer.chat_template, tokenizer.special_tokens_map])
+
+
+def _rules(tokenizer: "Tokenizer") -> Any:
+    if not tokenizer.is_fast:
+        return [tokenizer.get_vocab(), repr(sorted(tokenizer.init_kwargs.items()))]
+    rules = json.loads(tokenizer.backend_tokenizer.to_str())
+    # Truncation and padding are left over from the tokenizer's latest call; ours sets neither.
+    return {name: part for name, part in rules.items() if name not in ("truncation", "padding")}
+
+
+def _state(data: DataConfig, *, path: str) -> Any:
+    kind = SourceKind(data.kind)
+    if kind is SourceKind.text:
+        return _files(text_files(data, path=path))
+    if kind is SourceKind.jsonl:
+        return _files(jsonl_files(path))
+    files = local_files(path)
+    return _files(files) if files is not None else [path, hub_fingerprint(data, path=path)]
+
+
+def _files(files: Iterable[Path]) -> list[tuple[str, int, int]]:
+    return [(str(file), status.st_size, status.st_mtime_ns) for file in files for status in [file.stat()]]
+
+
+def _sha256(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()

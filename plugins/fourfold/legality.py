@@ -1,0 +1,186 @@
+"""Every rule that refuses a run before a process group or a model exists. Pure: no torch, nothing is read or written.
+
+A rule yields a sentence that names both numbers and the knob; all of them are told at once.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from fourfold.layout import Layout, largest_divisor, resolve
+from fourfold.schema import Offload, Precision, TrainConfig
+
+
+def check(config: TrainConfig, *, world_size: int, environment: Mapping[str, str]) -> Layout:
+    """The layout of the run. Raises one ValueError with every reason why there is none."""
+    problems: list[str] = []
+    layout = None
+    try:
+        layout = resolve(
+            world_size,
+            tp_size=config.tp_size,
+            cp_size=config.cp_size,
+            pp_size=config.pp_size,
+            dp_shard_size=config.dp_shard_size,
+            dp_replicate_size=config.dp_replicate_size,
+        )
+    except ValueError as error:
+        problems.append(str(error))
+    problems += unfinished_axes(config)
+    problems += precision(config)
+    problems += length(config)
+    problems += optimiser(config)
+    problems += launcher(config, environment=environment)
+    if layout is not None:
+        problems += zero(config, layout=layout)
+        problems += batch(config, layout=layout)
+    _raise(problems)
+    assert layout is not None
+    return layout
+
+
+def check_model(config: TrainConfig, *, model_config: Any, attn_implementation: str) -> None:
+    """Rules that need the model's config."""
+    from fourfold.activation.checkpointing import refusals
+
+    problems = list(context(config, longest=model_config.max_position_embeddings))
+    problems += refusals(
+        config.activation,
+        num_layers=model_config.num_hidden_layers,
+        attn_implementation=attn_implementation,
+    )
+    _raise(problems)
+
+
+def unfinished_axes(config: TrainConfig) -> Iterator[str]:
+    for axis, meaning in (("tp", "tensor"), ("cp", "context"), ("pp", "pipeline")):
+        size = getattr(config, f"{axis}_size")
+        if size > 1:
+            yield f"{axis}_size={size}: {meaning} parallelism is not in this release; use {axis}_size=1."
+
+
+def precision(config: TrainConfig) -> Iterator[str]:
+    if config.precision is Precision.fp16:
+        yield (
+            "precision=fp16 is not supported: its gradients underflow without loss scaling, and a loss scale skips "
+            "updates, so that a run would differ from one process. Use bf16 (same memory) or fp32."
+        )
+
+
+def batch(config: TrainConfig, *, layout: Layout) -> Iterator[str]:
+    for key in ("global_batch_size", "micro_batch_size", "seq_len"):
+        if getattr(config, key) < 1:
+            yield f"{key}={getattr(config, key)}: use 1 or more."
+            return
+    unit = config.micro_batch_size * layout.data_size
+    if config.global_batch_size % unit:
+        below, above = config.global_batch_size // unit * unit, -(-config.global_batch_size // unit) * unit
+        legal = " or ".join(str(size) for size in (below, above) if size)
+        each = config.global_batch_size // layout.data_size
+        if config.global_batch_size % layout.data_size == 0:
+            smaller = f", or micro_batch_size={largest_divisor(each, at_most=config.micro_batch_size)}"
+        else:
+            smaller = ""
+        yield (
+            f"global_batch_size={config.global_batch_size} rows is no multiple of micro_batch_size="
+            f"{config.micro_batch_size} x {layout.data_size} data-parallel ranks = {unit}: use "
+            f"global_batch_size={legal}{smaller}."
+        )
+
+
+def length(config: TrainConfig) -> Iterator[str]:
+    if config.max_steps is None and config.num_epochs is None:
+        yield "Neither max_steps nor num_epochs says when to stop: give one of them (both: whichever comes first)."
+    if config.max_steps is not None and config.max_steps < 1:
+        yield f"max_steps={config.max_steps}: use 1 or more."
+    if config.num_epochs is not None and config.num_epochs <= 0:
+        yield f"num_epochs={config.num_epochs}: use more than 0."
+    if config.data.streaming and config.max_steps is None:
+        yield "data.streaming=true has no known length: give max_steps."
+    if config.data.eval_path is not None and config.data.eval_documents:
+        yield (
+            f"data.eval_path={config.data.eval_path} and data.eval_documents={config.data.eval_documents} are two "
+            f"sources of evaluation data: keep one."
+        )
+
+
+def zero(config: TrainConfig, *, layout: Layout) -> Iterator[str]:
+    settings, offload = config.zero, config.zero.offload
+    if settings.stage not in (0, 1, 2, 3):
+        yield f"zero.stage={settings.stage}: use 0, 1, 2 or 3."
+    if settings.stage == 0 and layout.dp_shard_size > 1:
+        yield (
+            f"zero.stage=0 shards nothing, but dp_shard_size={layout.dp_shard_size}: use dp_shard_size=1 "
+            f"dp_replicate_size={layout.data_size}, or zero=stage1."
+        )
+    if offload.parameters is not Offload.none and settings.stage != 3:
+        yield (
+            f"zero.offload.parameters={offload.parameters.value} needs parameters that are sharded, and zero.stage="
+            f"{settings.stage}: use zero=stage3, or zero.offload.parameters=none."
+        )
+    wanted = {offload.optimizer, offload.parameters}
+    if Offload.nvme in wanted and not offload.nvme_path:
+        yield "zero.offload to nvme needs zero.offload.nvme_path, a folder on the local drive."
+    if Offload.nvme in wanted and settings.stage != 3:
+        yield f"zero.offload to nvme is stage 3's, and zero.stage={settings.stage}: use zero=stage3, or cpu."
+    if wanted != {Offload.none} and layout.dp_replicate_size > 1:
+        yield (
+            f"zero.offload with dp_replicate_size={layout.dp_replicate_size} is not proven: DeepSpeed keeps offloaded "
+            f"gradients out of reach of the reduction over replicas. Use dp_replicate_size=1, or no offload."
+        )
+    if wanted != {Offload.none} and settings.stage < 2:
+        yield f"zero.offload with zero.stage={settings.stage} is not proven: use zero=stage2 or zero=stage3."
+
+
+def optimiser(config: TrainConfig) -> Iterator[str]:
+    optim = config.optim
+    if optim.name not in ("adamw", "sgd"):
+        yield f"optim.name={optim.name}: use adamw or sgd."
+    if optim.lr_scheduler_type not in ("linear", "cosine", "constant", "wsd"):
+        yield f"optim.lr_scheduler_type={optim.lr_scheduler_type}: use linear, cosine, constant or wsd."
+    for key in ("learning_rate", "weight_decay", "max_grad_norm", "warmup_steps", "min_lr_ratio"):
+        if getattr(optim, key) < 0:
+            yield f"optim.{key}={getattr(optim, key)}: use 0 or more."
+
+
+def context(config: TrainConfig, *, longest: int) -> Iterator[str]:
+    if config.seq_len > longest:
+        yield (
+            f"seq_len={config.seq_len} is longer than the {longest} positions of the model "
+            f"(max_position_embeddings): use seq_len={longest}, or stretch it with model.max_position_embeddings="
+            f"{config.seq_len} and model.rope_scaling."
+        )
+
+
+def launcher(config: TrainConfig, *, environment: Mapping[str, str]) -> Iterator[str]:
+    """accelerate's file says how many processes and where; how they share the work has one source, the recipe."""
+    sources = {
+        "ACCELERATE_USE_DEEPSPEED": "DeepSpeed settings of its own (a DeepSpeed file or --use_deepspeed)",
+        "ACCELERATE_USE_FSDP": "FSDP settings of its own",
+        "ACCELERATE_USE_MEGATRON_LM": "Megatron settings of its own",
+        "ACCELERATE_USE_PARALLELISM_CONFIG": "a parallelism config of its own",
+    }
+    for variable, meaning in sources.items():
+        if environment.get(variable, "false").lower() in ("true", "1"):
+            yield (
+                f"The accelerate config brings {meaning} ({variable}={environment[variable]}), and this recipe says "
+                f"zero.stage={config.zero.stage}: two sources of one setting. Launch with a file of tools/launch/, "
+                f"which says only how many processes and where."
+            )
+    mixed = environment.get("ACCELERATE_MIXED_PRECISION", "no")
+    if mixed not in ("no", config.precision.value):
+        yield (
+            f"The accelerate config says mixed_precision={mixed} and this run precision={config.precision.value}: set "
+            f"mixed_precision to no in the former, or precision={mixed}."
+        )
+    steps = environment.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
+    if steps not in ("1", "auto"):
+        yield (
+            f"The accelerate config says gradient_accumulation_steps={steps}; here accumulation follows from "
+            f"global_batch_size={config.global_batch_size}, micro_batch_size={config.micro_batch_size} and the layout. "
+            f"Remove it there."
+        )
+
+
+def _raise(problems: list[str]) -> None:
+    if problems:
+        raise ValueError(problems[0] if len(problems) == 1 else "".join(f"\n  - {problem}" for problem in problems))

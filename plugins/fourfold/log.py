@@ -1,0 +1,87 @@
+"""What a person sees and what is kept: one progress bar or plain lines, tables, metrics.jsonl, trackers."""
+
+import json
+import sys
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+
+def console() -> Console:
+    """Standard output; 100 columns where it is not a terminal, so that tables are not folded in log files."""
+    return Console() if sys.stdout.isatty() else Console(width=100)
+
+
+def print_table(title: str, rows: list[tuple[str, str]]) -> None:
+    table = Table(title=title, title_justify="left", show_header=False, box=None, pad_edge=False, title_style="bold")
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in rows:
+        table.add_row(name, value)
+    console().print(table)
+
+
+def short(number: float, unit: str = "") -> str:
+    """1234567 -> `1.23M`."""
+    for factor, letter in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(number) >= factor:
+            return f"{number / factor:.3g}{letter}{unit}"
+    return f"{number:.3g}{unit}"
+
+
+def gibibytes(number: float) -> str:
+    return f"{number / 2**30:.2f} GiB"
+
+
+class Reporter:
+    """Progress of the main process; on other processes every call does nothing."""
+
+    def __init__(self, *, enabled: bool, total_steps: int, first_step: int, output_dir: Path) -> None:
+        self._metrics_path = output_dir / "metrics.jsonl" if enabled else None
+        self._enabled = enabled
+        self._bar: Progress | None = None
+        self._total = total_steps
+        if enabled and sys.stdout.isatty():
+            self._bar = Progress(
+                TextColumn("[bold]{task.description}"),
+                BarColumn(bar_width=20),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[text]}"),
+                TimeElapsedColumn(),
+                TextColumn("ETA"),
+                TimeRemainingColumn(),
+            )
+            self._task = self._bar.add_task("train", total=total_steps, completed=first_step, text="")
+
+    def __enter__(self) -> "Reporter":
+        if self._bar:
+            self._bar.start()
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._bar:
+            self._bar.stop()
+
+    def step(self, step: int, *, text: str, metrics: dict[str, Any], show: bool) -> None:
+        """One update is done: move the bar, and keep its metrics."""
+        self.record(step, metrics=metrics)
+        if self._bar:
+            self._bar.update(self._task, completed=step, text=text)
+        elif self._enabled and show:
+            print(f"step {step}/{self._total}  {text}", flush=True)
+
+    def record(self, step: int, *, metrics: dict[str, Any]) -> None:
+        if self._metrics_path:
+            with self._metrics_path.open("a") as file:
+                file.write(json.dumps({"step": step, **metrics}) + "\n")
+
+    def say(self, text: str) -> None:
+        """A line above the bar."""
+        if self._bar:
+            self._bar.console.print(text, highlight=False)
+        elif self._enabled:
+            print(text, flush=True)
