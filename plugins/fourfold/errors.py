@@ -4,6 +4,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 
 USER_ERROR_EXIT = 2
 INTERRUPTED_EXIT = 130
@@ -22,24 +23,31 @@ def local_rank() -> int:
 
 
 def run_and_exit(work: Callable[[], int]) -> None:
-    """Run `work` and exit with its code. A ValueError is the user's: one paragraph, by one rank of each node, exit 2.
+    """Run `work` and exit with its code. A ValueError that fourfold raised is the user's: one paragraph, by one rank of
+    each node, exit 2.
 
     Anything else is ours or the machine's: the whole trace, headed by the rank, exit 1. The process leaves by
     os._exit after an error: other ranks may be blocked in a collective, and interpreter shutdown would join them.
     """
     try:
         code = work()
-    except ValueError as error:
-        if local_rank() == 0:
-            print(f"\nfourfold: {error}\n", file=sys.stderr, flush=True)
-        _leave(USER_ERROR_EXIT)
     except KeyboardInterrupt:
         _leave(INTERRUPTED_EXIT)
-    except Exception:
+    except Exception as error:
+        if isinstance(error, ValueError) and _is_ours(error):
+            if local_rank() == 0:
+                print(f"\nfourfold: {error}\n", file=sys.stderr, flush=True)
+            _leave(USER_ERROR_EXIT)
         print(f"[rank {rank()} of {world_size()}] {traceback.format_exc()}", file=sys.stderr, flush=True)
         _leave(1)
     else:
         sys.exit(code)
+
+
+def _is_ours(error: BaseException) -> bool:
+    """Whether a line of this package raised it, rather than a library that it called."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return Path(frames[-1].filename).is_relative_to(Path(__file__).parent)
 
 
 def _leave(code: int) -> None:

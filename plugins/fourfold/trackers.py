@@ -33,6 +33,12 @@ def start_trackers(tracker: TrackerConfig, *, output_dir: Path, device: torch.de
     return accelerator
 
 
+def finish_trackers(accelerator: Any) -> None:
+    """Flush and close them. (Accelerator.end_training would destroy the process group as well.)"""
+    for tracker in accelerator.trackers if accelerator else ():
+        tracker.finish()
+
+
 def _flatten(tree: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
     items: list[tuple[str, Any]] = []
     for key, value in tree.items():

@@ -13,7 +13,7 @@ from fourfold.model.build import CausalLMLoss, build_on_meta
 from fourfold.model.load import load
 from fourfold.model.weights import Weights
 from fourfold.schema import Precision, TrainConfig
-from fourfold.zero.build import build_engine
+from fourfold.parallelize import parallelize
 from fourfold.zero.engine import ZeroEngine
 
 
@@ -38,7 +38,7 @@ def build(rank: int, *, folder: Path, config: TrainConfig, layout: Layout) -> tu
     mesh = build_mesh(layout, device_type="cpu")
     dtype = torch.bfloat16 if config.precision is Precision.bf16 else torch.float32
     hf = build_on_meta(AutoConfig.from_pretrained(folder), dtype=dtype, attn_implementation="sdpa")
-    return build_engine(hf, Weights(folder), config=config, mesh=mesh, device=torch.device("cpu")), mesh
+    return parallelize(hf, Weights(folder), config=config, mesh=mesh, device=torch.device("cpu")), mesh
 
 
 def micro_batches(batch: dict[str, Tensor], *, mesh: Mesh, count: int) -> list[dict[str, Tensor]]:

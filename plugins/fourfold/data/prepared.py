@@ -103,6 +103,8 @@ class _Work:
     def cached(self, root: Path) -> Path:
         """The folder of these rows below `root`, made if it is not there: it appears whole or not at all."""
         folder = root / cache_key(self.data, tokenizer=self.tokenizer, seq_len=self.seq_len, seed=self.seed)
+        if folder.is_dir():  # no lock, so that a cache may be read-only
+            return folder
         refused = folder.with_name(f"{folder.name}.refused")
         try:
             root.mkdir(parents=True, exist_ok=True)
@@ -172,8 +174,13 @@ class _Work:
         encoded = self._encode(self._shown(found, part=folder.name))
         rows = pack(encoded, seq_len=self.seq_len, pad_id=pad_id(self.tokenizer), stats=stats)
         write_rows(rows, folder, seq_len=self.seq_len)
-        check_targets(stats, where=f"data.path={self.data.path}, {folder.name} part")
+        check_targets(stats, where=self._where(folder.name))
         return stats
+
+    def _where(self, part: str) -> str:
+        if part == "eval" and self.data.eval_path is not None:
+            return f"data.eval_path={self.data.eval_path}"
+        return f"data.path={self.data.path}, {part} part"
 
     def _encode(self, found: Iterable[Document]) -> Iterator[Encoded]:
         if (self.data.num_proc or 1) > 1:

@@ -63,10 +63,14 @@ def read_tokenizer(folder: Path) -> Any:
         raise ValueError(f"{folder.absolute()} has no tokenizer that transformers can load: {first_line}") from None
 
 
-def pad_token_id(tokenizer: Any) -> int:
-    """Id that fills rows; any id will do, since padding is its own document and never a target."""
-    candidates = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
-    return next(int(candidate) for candidate in candidates if candidate is not None)
+def config_changes(config: Any, *, model: ModelConfig) -> dict[str, Any]:
+    """Keys of config.json that the task changed, as the export writes them."""
+    changes: dict[str, Any] = {}
+    if model.max_position_embeddings is not None:
+        changes["max_position_embeddings"] = config.max_position_embeddings
+    if model.rope_scaling:
+        changes["rope_parameters"] = config.rope_parameters
+    return changes
 
 
 def attention_implementation(config: Any, *, model: ModelConfig) -> str:

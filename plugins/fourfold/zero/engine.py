@@ -54,7 +54,7 @@ class ZeroEngine:
         for parameter in module.parameters():
             parameter.tensor_model_parallel = True  # type: ignore[attr-defined]  # "this rank counts it in the norm"
         self._mesh = mesh
-        self._device = device
+        self.device = device
         self._deepspeed = internals.initialize(
             module, optimizer=optimizer, settings=deepspeed_json(config), mpu=Mpu(mesh)
         )
@@ -114,7 +114,7 @@ class ZeroEngine:
             self.module.train()
 
     def _to_device(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {key: value.to(self._device, non_blocking=True) for key, value in batch.items()}
+        return {key: value.to(self.device, non_blocking=True) for key, value in batch.items()}
 
     def fragments(self) -> list[Fragment]:
         """Slices of the parameters that this rank keeps, by name; together with the other ranks of the shard group

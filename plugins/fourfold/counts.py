@@ -1,0 +1,56 @@
+"""What is counted before an update, once over the data axes: targets (the normaliser), tokens, attention pairs."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fourfold.planner.flops import attention_pairs
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Sums over all micro-batches of all data ranks."""
+
+    targets: int  # labels that count
+    tokens: int  # without padding
+    padding: int
+    pairs_full: int  # (query, key) pairs that causal attention within documents allows, in one layer
+    pairs_windowed: int  # the same under the model's sliding window; 0 if it has none
+    stop: bool  # some rank was asked to stop
+
+
+def count(
+    micro_batches: list[dict[str, Tensor]],
+    *,
+    window: int | None,
+    stop: bool,
+    group: dist.ProcessGroup,
+    device: torch.device,
+) -> Counts:
+    """Collective over `group`; every data coordinate counts once."""
+    lengths = [length for batch in micro_batches for length in document_lengths(batch["document_ids"])]
+    mine = torch.tensor(
+        [
+            sum(int((batch["labels"] >= 0).sum()) for batch in micro_batches),
+            sum(lengths),
+            sum(batch["input_ids"].numel() for batch in micro_batches) - sum(lengths),
+            attention_pairs(lengths),
+            attention_pairs(lengths, window=window) if window else 0,
+            int(stop),
+        ],
+        device=device,
+    )
+    dist.all_reduce(mine, group=group)
+    *sums, stops = mine.tolist()
+    return Counts(*sums, stop=stops > 0)
+
+
+def document_lengths(document_ids: Tensor) -> list[int]:
+    """Lengths of the documents (document_ids[B, S], padding -1) of all rows."""
+    lengths: list[int] = []
+    for row in document_ids:
+        ids, counts = torch.unique_consecutive(row, return_counts=True)
+        lengths += counts[ids >= 0].tolist()
+    return lengths

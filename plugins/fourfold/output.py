@@ -1,0 +1,84 @@
+"""The output folder of a run: claimed by the main process, one run at a time, nobody's results overwritten."""
+
+import os
+import platform
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+from omegaconf import OmegaConf
+
+from fourfold.checkpoint.pieces import write_json
+from fourfold.schema import TrainConfig
+
+MARK = "run.json"
+CHECKPOINTS = "checkpoints"
+EXPORT = "export"
+OURS = (CHECKPOINTS, EXPORT, "trackers", "metrics.jsonl", "config.yaml", "deepspeed.json", MARK)
+LIBRARIES = ("fourfold", "torch", "deepspeed", "transformers", "accelerate", "datasets", "hydra-core")
+
+
+@contextmanager
+def claimed(folder: Path, *, config: TrainConfig, plain: dict[str, Any]) -> Iterator[None]:
+    """Hold the folder for this run, with its resolved config and versions in it. For the main process only.
+
+    Raises ValueError if it cannot be written, another process writes to it, or it holds another run.
+    """
+    _make_writable(folder)
+    lock = FileLock(folder / ".lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise ValueError(
+            f"Another process is writing to output_dir={folder} now: wait for it, or use another output_dir."
+        ) from None
+    try:
+        _refuse_other_run(folder, config=config)
+        if config.overwrite and config.resume == "none":
+            _remove_run(folder)
+        OmegaConf.save(OmegaConf.create(plain), folder / "config.yaml")
+        write_json(folder / MARK, {"name": config.name, "versions": versions(), "python": platform.python_version()})
+        yield
+    finally:
+        lock.release()
+
+
+def versions() -> dict[str, str]:
+    found = {}
+    for name in LIBRARIES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "not installed"
+    return found
+
+
+def _make_writable(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ValueError(f"output_dir={folder} cannot be written ({os.strerror(error.errno or 0)}).") from None
+
+
+def _refuse_other_run(folder: Path, *, config: TrainConfig) -> None:
+    if (folder / MARK).is_file() and config.resume == "none" and not config.overwrite:
+        raise ValueError(
+            f"output_dir={folder} holds another run: go on with it by resume=auto, keep it and use another "
+            f"output_dir=, or lose it by overwrite=true."
+        )
+
+
+def _remove_run(folder: Path) -> None:
+    for name in OURS:
+        path = folder / name
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)

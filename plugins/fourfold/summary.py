@@ -1,0 +1,94 @@
+"""The tables before the first update and after the last."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fourfold.checkpoint.save import Progress
+from fourfold.log import print_table, short
+from fourfold.loop import Outcome
+from fourfold.planner.flops import parameter_count
+from fourfold.schema import Checkpointing, Offload, Precision
+
+if TYPE_CHECKING:
+    from fourfold.train import Plan
+
+
+def print_start(plan: "Plan", *, device_name: str, resumed: Progress) -> None:
+    config, layout, model = plan.config, plan.layout, plan.model.config
+    accumulation = config.global_batch_size // (config.micro_batch_size * layout.data_size)
+    rows = [
+        ("model", f"{config.model.path} ({model.model_type}, {short(parameter_count(model))} parameters)"),
+        ("layout", f"{layout.world_size} processes on {device_name}: {layout.describe()}"),
+        ("ZeRO", _zero(plan)),
+        (
+            "batch",
+            f"{config.global_batch_size} rows x {config.seq_len} tokens = {layout.data_size} data ranks x "
+            f"{config.micro_batch_size} rows x {accumulation} micro-batches",
+        ),
+        ("precision", _precision(plan)),
+        ("attention", f"{model._attn_implementation}, documents isolated"),
+        ("checkpointing", _checkpointing(plan)),
+        ("data", _data(plan)),
+        ("length", f"{plan.total_steps} updates" + (f", from update {resumed.step} on" if resumed.step else "")),
+        ("output", str(plan.output_dir)),
+    ]
+    print_table(f"fourfold: {config.name}", rows)
+
+
+def print_end(outcome: Outcome, *, newest: Path, exported: Path | None, go_on: str) -> None:
+    rows = [
+        ("updates", f"{outcome.progress.step}, {short(outcome.progress.tokens)} tokens"),
+        ("loss", f"{outcome.first_loss:.4f} first, {outcome.last_loss:.4f} last"),
+        ("speed", short(outcome.tokens_per_second, " tokens/s")),
+        ("start", f"{outcome.seconds_to_first_step:.1f} s from launch to the end of the first update"),
+        ("checkpoint", str(newest)),
+    ]
+    if outcome.progress.skipped:
+        rows.insert(1, ("skipped", f"{outcome.progress.skipped} updates without any target"))
+    if exported:
+        rows.append(("Hugging Face", str(exported)))
+    rows.append(("go on", go_on))
+    print_table("stopped on request" if outcome.stopped else "done", rows)
+
+
+def _zero(plan: "Plan") -> str:
+    zero, layout = plan.config.zero, plan.layout
+    what = {0: "nothing is sharded", 1: "optimizer state", 2: "optimizer state and gradients", 3: "everything"}
+    if layout.partition_size == 1:
+        sharded = "nothing to shard over"
+    else:
+        sharded = f"{what[zero.stage]} sharded over {layout.partition_size}"
+    offload = {zero.offload.optimizer, zero.offload.parameters} - {Offload.none}
+    where = f", offloaded to {' and '.join(sorted(place.value for place in offload))}" if offload else ""
+    return f"stage {zero.stage}, {sharded}{where}"
+
+
+def _precision(plan: "Plan") -> str:
+    if plan.config.precision is Precision.fp32:
+        return "fp32 weights, gradients and optimizer state"
+    zero = plan.config.zero
+    sums = f"gradients summed in {'fp32' if zero.fp32_accumulation else 'bf16'}"
+    return f"bf16 weights, fp32 master weights and moments, {sums}, reduced in {'fp32' if zero.fp32_reduction else 'bf16'}"
+
+
+def _checkpointing(plan: "Plan") -> str:
+    from fourfold.activation.stretches import stretch_sizes
+
+    settings = plan.config.activation
+    if settings.checkpointing is Checkpointing.none:
+        return "none"
+    sizes = stretch_sizes(
+        plan.model.config.num_hidden_layers, checkpointing=settings.checkpointing, every_n=settings.every_n
+    )
+    return f"{settings.checkpointing.value}, {len(sizes)} stretches of up to {max(sizes)} layers"
+
+
+def _data(plan: "Plan") -> str:
+    if plan.config.data.streaming:
+        return f"{plan.config.data.path}, streamed"
+    stats = plan.data.stats
+    held_out = f", {plan.data.eval_stats.rows} rows held out" if plan.data.eval_stats else ""
+    return (
+        f"{plan.config.data.path}: {stats.documents} documents in {stats.rows} rows, {short(stats.targets)} targets, "
+        f"{stats.efficiency:.1%} filled{held_out}"
+    )

@@ -1,0 +1,246 @@
+"""One run, from a checked config to a Hugging Face folder. Read it top to bottom."""
+
+import math
+import os
+import warnings
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fourfold import legality, summary
+from fourfold.checkpoint import save as checkpoints
+from fourfold.checkpoint.export import export
+from fourfold.checkpoint.pieces import write_json
+from fourfold.data.loader import Loader, eval_batches, total_updates
+from fourfold.data.prepared import Prepared, prepare
+from fourfold.data.rows import StreamRowSet
+from fourfold.data.tokens import check_vocabulary, pad_id
+from fourfold.device import choose_device, device_name, start_process_group
+from fourfold.errors import INTERRUPTED_EXIT, rank, world_size
+from fourfold.launch import command_to_go_on, launched_at
+from fourfold.layout import Layout
+from fourfold.log import Reporter
+from fourfold.loop import Outcome, TrainingLoop, evaluate_loss
+from fourfold.mesh import Mesh, build_mesh
+from fourfold.model.build import build_on_meta
+from fourfold.model.load import check
+from fourfold.model.source import attention_implementation, config_changes, read_config, read_tokenizer, resolve_folder
+from fourfold.model.weights import Weights
+from fourfold.output import CHECKPOINTS, EXPORT, claimed
+from fourfold.parallelize import parallelize
+from fourfold.planner.hardware import peak_flops
+from fourfold.schema import Precision, TrainConfig
+from fourfold.trackers import finish_trackers, start_trackers
+from fourfold.zero.engine import ZeroEngine
+from fourfold.zero.schedule import learning_rates
+from fourfold.zero.settings import deepspeed_json
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """All that is known before a process group exists."""
+
+    config: TrainConfig
+    layout: Layout
+    device: torch.device
+    folder: Path  # of the model that was brought
+    weights: Weights
+    model: Any  # on the meta device
+    tokenizer: Any
+    data: Prepared
+    total_steps: int
+
+    @property
+    def output_dir(self) -> Path:
+        return Path(self.config.output_dir).expanduser().absolute()
+
+
+def train(config: TrainConfig, *, plain: dict[str, Any]) -> int:
+    """Run on this process; returns the exit code. Raises ValueError for what the user can mend."""
+    layout = legality.check(config, world_size=world_size(), environment=os.environ)
+    device = choose_device(config.cluster.device)
+    os.environ.setdefault("DS_ACCELERATOR", device.type)
+    _quiet_libraries()
+    output_dir = Path(config.output_dir).expanduser().absolute()
+    with claimed(output_dir, config=config, plain=plain) if rank() == 0 else nullcontext():
+        plan = prepare_run(config, layout=layout, device=device)
+        start_process_group(device, cluster=config.cluster)
+        mesh = build_mesh(layout, device_type=device.type)
+        engine = parallelize(plan.model, plan.weights, config=config, mesh=mesh, device=device)
+        outcome, newest = run(plan, engine=engine, mesh=mesh, plain=plain)
+        if mesh.is_main:
+            exported = _export(plan, newest) if config.export and not outcome.stopped else None
+            summary.print_end(
+                outcome, newest=newest, exported=exported, go_on=command_to_go_on(outcome.progress.step, config=config)
+            )
+        dist.barrier()
+        dist.destroy_process_group()
+    return INTERRUPTED_EXIT if outcome.stopped else 0
+
+
+def prepare_run(config: TrainConfig, *, layout: Layout, device: torch.device) -> Plan:
+    """Read the model's headers and make the data's rows. No collective: ranks wait for each other on file locks."""
+    folder = resolve_folder(config.model)
+    model_config = read_config(folder, model=config.model)
+    attention = attention_implementation(model_config, model=config.model)
+    legality.check_model(config, model_config=model_config, attn_implementation=attention)
+    dtype = torch.bfloat16 if config.precision is Precision.bf16 else torch.float32
+    weights = Weights(folder)
+    model = build_on_meta(model_config, dtype=dtype, attn_implementation=attention)
+    check(model, weights)
+    tokenizer = read_tokenizer(folder)
+    check_vocabulary(tokenizer, model_config.vocab_size, model_path=config.model.path)
+    data = prepare(
+        config.data,
+        tokenizer=tokenizer,
+        seq_len=config.seq_len,
+        seed=config.seed,
+        cache_dir=config.cache_dir,
+        show_progress=rank() == 0,
+    )
+    total = total_updates(
+        None if isinstance(data.train, StreamRowSet) else len(data.train),
+        global_batch_size=config.global_batch_size,
+        num_epochs=config.num_epochs,
+        max_steps=config.max_steps,
+    )
+    return Plan(
+        config=config,
+        layout=layout,
+        device=device,
+        folder=folder,
+        weights=weights,
+        model=model,
+        tokenizer=tokenizer,
+        data=data,
+        total_steps=total,
+    )
+
+
+def run(plan: Plan, *, engine: ZeroEngine, mesh: Mesh, plain: dict[str, Any]) -> tuple[Outcome, Path]:
+    """Train from the start or a checkpoint to the end; returns the outcome and the newest checkpoint."""
+    config = plan.config
+    tracker = start_trackers(config.tracker, output_dir=plan.output_dir, device=plan.device, config=plain)
+    progress = _resume(plan, engine=engine)
+    rate = learning_rates(config.optim, total_steps=plan.total_steps)
+    if mesh.is_main:
+        write_json(plan.output_dir / "deepspeed.json", deepspeed_json(config))
+        summary.print_start(plan, device_name=device_name(plan.device), resumed=progress)
+    reporter = Reporter(
+        enabled=mesh.is_main, total_steps=plan.total_steps, first_step=progress.step, output_dir=plan.output_dir
+    )
+    loop = TrainingLoop(
+        config=config,
+        engine=engine,
+        mesh=mesh,
+        device=plan.device,
+        model_config=plan.model.config,
+        learning_rate=rate,
+        reporter=reporter,
+        track=lambda metrics, step: tracker.log(metrics, step=step) if tracker else None,
+        peak_flops=peak_flops(config.cluster.accelerator or device_name(plan.device), config.precision.value),
+    )
+
+    def save(at: checkpoints.Progress) -> Path:
+        folder = plan.output_dir / CHECKPOINTS
+        path = checkpoints.save(folder, engine=engine, mesh=mesh, progress=at, extra={"run": _about(plan)})
+        if mesh.is_main:
+            checkpoints.rotate(folder, keep=config.save_total_limit)
+        return path
+
+    def evaluate(at: checkpoints.Progress) -> None:
+        if plan.data.eval is None:
+            return
+        loss, targets = evaluate_loss(_eval_batches(plan, mesh=mesh), engine=engine, mesh=mesh)
+        metrics = {"eval/loss": loss, "eval/perplexity": math.exp(min(loss, 700.0)), "eval/targets": targets}
+        reporter.record(at.step, metrics=metrics)
+        reporter.say(f"evaluation after update {at.step}: loss {loss:.4f}, perplexity {metrics['eval/perplexity']:.2f}")
+        if tracker:
+            tracker.log(metrics, step=at.step)
+
+    with reporter:
+        updates = _loader(plan, mesh=mesh).updates(
+            progress.rows, num_epochs=config.num_epochs, max_steps=config.max_steps
+        )
+        outcome = loop.run(updates, progress=progress, save=save, evaluate=evaluate, started=launched_at())
+        if not outcome.stopped:
+            evaluate(outcome.progress)
+        newest = save(outcome.progress)
+    finish_trackers(tracker)
+    return outcome, newest
+
+
+def _resume(plan: Plan, *, engine: ZeroEngine) -> checkpoints.Progress:
+    wanted = plan.config.resume
+    if wanted == "none":
+        return checkpoints.Progress()
+    folder = checkpoints.newest(plan.output_dir / CHECKPOINTS) if wanted == "auto" else Path(wanted).expanduser()
+    if folder is None:  # auto, and nothing to go on from yet
+        return checkpoints.Progress()
+    progress = checkpoints.resume(folder, engine=engine)
+    if progress.step >= plan.total_steps:
+        raise ValueError(
+            f"{folder} is at update {progress.step} and the run ends at {plan.total_steps}: nothing is left to do. "
+            f"Raise max_steps or num_epochs."
+        )
+    return progress
+
+
+def _loader(plan: Plan, *, mesh: Mesh) -> Loader:
+    config = plan.config
+    return Loader(
+        plan.data.train,
+        seed=config.seed,
+        global_batch_size=config.global_batch_size,
+        micro_batch_size=config.micro_batch_size,
+        data_rank=mesh.data_rank,
+        data_size=mesh.layout.data_size,
+        pad_id=pad_id(plan.tokenizer),
+    )
+
+
+def _eval_batches(plan: Plan, *, mesh: Mesh) -> Any:
+    return eval_batches(
+        plan.data.eval,
+        micro_batch_size=plan.config.micro_batch_size,
+        data_rank=mesh.data_rank,
+        data_size=mesh.layout.data_size,
+        pad_id=pad_id(plan.tokenizer),
+    )
+
+
+def _about(plan: Plan) -> dict[str, Any]:
+    """What a checkpoint remembers of its run, so that it can be exported by itself."""
+    return {
+        "name": plan.config.name,
+        "model": plan.config.model.path,
+        "folder": str(plan.folder.absolute()),
+        "config_changes": config_changes(plan.model.config, model=plan.config.model),
+        "seq_len": plan.config.seq_len,
+    }
+
+
+def _export(plan: Plan, newest: Path) -> Path:
+    return export(
+        newest,
+        source=plan.folder,
+        target=plan.output_dir / EXPORT,
+        dtype=plan.config.export_dtype,
+        changes=config_changes(plan.model.config, model=plan.config.model),
+    )
+
+
+def _quiet_libraries() -> None:
+    """Progress and warnings are ours to show, once; libraries speak on every rank."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    if rank() != 0:
+        warnings.simplefilter("ignore")
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+
