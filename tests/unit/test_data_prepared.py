@@ -1,0 +1,339 @@
+"""Prepared once, opened by all: cache, held-out documents, streams, several processes at once."""
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from fourfold.data import prepared
+from fourfold.data.fingerprint import cache_key
+from fourfold.data.pack import COLUMNS, IGNORE
+from fourfold.data.prepared import Prepared, prepare
+from fourfold.data.rows import RowSet, StreamRowSet
+from fourfold.schema import DataConfig, SourceKind
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }} </s>{% endgeneration %}"
+    "{% else %}{{ m.content }} {% endif %}{% endfor %}"
+)
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """One token a number: word `7` is id 9."""
+    words = ["<pad>", "</s>", *map(str, range(500))]
+    backend = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="<pad>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    backend.add_special_tokens(["</s>"])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token="<pad>", eos_token="</s>", chat_template=TEMPLATE
+    )
+
+
+def write_documents(file: Path, count: int, *, first: int = 0) -> DataConfig:
+    """Document i says the number i, i % 3 + 2 times."""
+    rows = [{"text": " ".join([str(i)] * (i % 3 + 2))} for i in range(first, first + count)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return DataConfig(kind=SourceKind.jsonl, path=str(file))
+
+
+def make(data: DataConfig, tmp_path: Path, *, seq_len: int = 8, seed: int = 0, show: bool = False) -> Prepared:
+    return prepare(
+        data, tokenizer=tokenizer(), seq_len=seq_len, seed=seed, cache_dir=tmp_path / "cache", show_progress=show
+    )
+
+
+def all_rows(rows: RowSet | StreamRowSet) -> list[dict[str, list[int]]]:
+    found: Iterable[dict[str, np.ndarray]]
+    found = rows if isinstance(rows, StreamRowSet) else map(rows.row, range(len(rows)))
+    return [{name: row[name].tolist() for name in COLUMNS} for row in found]
+
+
+def spoken(rows: RowSet | StreamRowSet | None) -> set[int]:
+    """The documents, by their number, that have tokens in these rows."""
+    assert rows is not None
+    return {token - 2 for row in all_rows(rows) for token in row["input_ids"]} - {-2, -1}
+
+
+@pytest.fixture
+def _no_source(monkeypatch: pytest.MonkeyPatch) -> None:
+    def read(*_: Any, **__: Any) -> Any:
+        raise AssertionError("a source was read")
+
+    monkeypatch.setattr(prepared, "documents", read)
+
+
+def test_rows_and_counts(tmp_path: Path) -> None:
+    made = make(write_documents(tmp_path / "d.jsonl", 3), tmp_path)
+    assert isinstance(made.train, RowSet)
+    assert [row["input_ids"] for row in all_rows(made.train)] == [[2, 2, 1, 3, 3, 3, 1, 4], [4, 4, 4, 1, 0, 0, 0, 0]]
+    assert [row["labels"] for row in all_rows(made.train)][1] == [4, 4, 1, *[IGNORE] * 5]
+    assert made.train.seq_len == 8
+    assert all(made.train.row(0)[name].dtype == np.int64 for name in COLUMNS)
+    assert (made.stats.documents, made.stats.tokens, made.stats.targets, made.stats.padding) == (3, 12, 9, 4)
+    assert made.eval is made.eval_stats is None
+    with pytest.raises(IndexError, match="row 2 of 2"):
+        made.train.row(2)
+
+
+def test_second_call_reads_no_source(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    data = write_documents(tmp_path / "d.jsonl", 40)
+    data.eval_documents = 4
+    first = make(data, tmp_path)
+    request.getfixturevalue("_no_source")
+    for lock in (tmp_path / "cache" / "data").glob("*.lock"):
+        lock.unlink()
+        lock.mkdir()  # nor does it lock anything: the cache may be read-only
+    data.num_proc = 2  # how it is tokenised is not part of what is
+    again = make(data, tmp_path)
+    assert (again.stats, again.eval_stats) == (first.stats, first.eval_stats)
+    assert isinstance(again.train, RowSet)
+    assert isinstance(first.train, RowSet)
+    assert all_rows(again.train) == all_rows(first.train)
+    assert spoken(again.eval) == spoken(first.eval)
+
+
+def test_whatever_changes_rows_changes_the_key(tmp_path: Path) -> None:
+    data = write_documents(tmp_path / "d.jsonl", 5)
+    words = tokenizer()
+
+    def key(**options: Any) -> str:
+        return cache_key(data, **{"tokenizer": words, "seq_len": 8, "seed": 0, **options})
+
+    seen = [
+        key(),
+        key(seq_len=9),
+        key(tokenizer=_changed(chat_template="x")),
+        key(tokenizer=_changed(pad_token="</s>")),
+    ]
+    assert key(seed=1) == seen[0]  # nothing is chosen by seed
+    words(["1 2", "3"], padding=True, truncation=True, max_length=5)  # leaves its settings in the backend
+    assert key() == seen[0]
+    data.text_column = "body"
+    seen.append(key())
+    data.eval_documents = 1
+    seen += [key(), key(seed=1)]
+    os.utime(data.path, ns=(1, 1))
+    seen.append(key())
+    assert len(set(seen)) == len(seen)
+
+
+def _changed(**options: Any) -> PreTrainedTokenizerFast:
+    words = tokenizer()
+    for name, value in options.items():
+        setattr(words, name, value)
+    return words
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_held_out_documents_are_disjoint(seed: int, tmp_path: Path) -> None:
+    data = write_documents(tmp_path / "d.jsonl", 60)
+    data.eval_documents = 7
+    made = make(data, tmp_path, seed=seed)
+    train, held_out = spoken(made.train), spoken(made.eval)
+    assert len(held_out) == 7
+    assert train | held_out == set(range(60))
+    assert not train & held_out
+    assert made.eval_stats is not None
+    assert (made.stats.documents, made.eval_stats.documents) == (53, 7)
+    other = make(data, tmp_path, seed=2)
+    assert spoken(other.eval) != held_out
+    again = make(data, tmp_path / "elsewhere", seed=seed)
+    assert spoken(again.eval) == held_out
+
+
+def test_evaluation_data_of_their_own(tmp_path: Path) -> None:
+    data = write_documents(tmp_path / "d.jsonl", 20)
+    data.eval_path = write_documents(tmp_path / "e.jsonl", 5, first=100).path
+    data.max_documents = 3  # of the training data
+    made = make(data, tmp_path)
+    assert spoken(made.train) == {0, 1, 2}
+    assert spoken(made.eval) == set(range(100, 105))
+    data.eval_documents = 2
+    with pytest.raises(ValueError, match=r"e\.jsonl and data\.eval_documents=2 exclude each other"):
+        make(data, tmp_path)
+
+
+@pytest.mark.parametrize("wanted", [5, 6])
+def test_all_documents_held_out_is_refused(wanted: int, tmp_path: Path) -> None:
+    data = write_documents(tmp_path / "d.jsonl", 5)
+    data.eval_documents = wanted
+    with pytest.raises(ValueError, match=rf"eval_documents={wanted} of 5 documents .* use at most 4"):
+        make(data, tmp_path)
+    assert not list((tmp_path / "cache" / "data").glob("*.tmp-*"))
+
+
+def test_no_single_target_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "d.jsonl"
+    file.write_text(json.dumps({"messages": [{"role": "user", "content": "1 2"}]}) + "\n" + '{"messages": []}\n')
+    for name in ("first", "second"):
+        with pytest.raises(ValueError, match=r"d\.jsonl, train part: 1 documents read, none has a token to predict"):
+            make(DataConfig(kind=SourceKind.jsonl, path=str(file)), tmp_path / name)
+
+
+def test_evaluation_data_without_target_are_named(tmp_path: Path) -> None:
+    data = write_documents(tmp_path / "d.jsonl", 5)
+    (tmp_path / "e.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "1 2"}]}) + "\n")
+    data.eval_path = str(tmp_path / "e.jsonl")
+    with pytest.raises(ValueError, match=r"data\.eval_path=.*e\.jsonl: 1 documents read, none"):
+        make(data, tmp_path)
+
+
+def test_answer_beyond_its_row_is_counted(tmp_path: Path) -> None:
+    messages = [{"role": "user", "content": "1 2 3 4 5"}, {"role": "assistant", "content": "6"}]
+    file = tmp_path / "d.jsonl"
+    file.write_text(json.dumps({"messages": messages}) + "\n")
+    made = make(DataConfig(kind=SourceKind.jsonl, path=str(file)), tmp_path, seq_len=4)
+    assert (made.stats.rows, made.stats.rows_without_target, made.stats.cut_documents, made.stats.targets) == (
+        2,
+        1,
+        1,
+        2,
+    )
+
+
+def test_stream_gives_the_same_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = write_documents(tmp_path / "d.jsonl", 30)
+    data.kind = SourceKind.datasets
+    stored = make(data, tmp_path)
+    data.streaming = True
+    streamed = make(data, tmp_path)
+    assert isinstance(streamed.train, StreamRowSet)
+    assert all_rows(streamed.train) == all_rows(stored.train) == all_rows(streamed.train)
+    assert streamed.train.stats == stored.stats
+    assert len(list((tmp_path / "cache" / "data").glob("*/"))) == 1  # nothing kept of the stream
+
+
+def test_stream_holds_out_its_first_documents(tmp_path: Path) -> None:
+    data = write_documents(tmp_path / "d.jsonl", 30)
+    data.streaming, data.eval_documents = True, 4
+    made = make(data, tmp_path)
+    assert spoken(made.eval) == set(range(4))
+    assert spoken(made.train) == set(range(4, 30))
+
+
+def test_several_tokenising_processes_give_the_same(tmp_path: Path) -> None:
+    data = write_documents(tmp_path / "d.jsonl", 50)
+    one = make(data, tmp_path / "one")
+    data.num_proc = 2
+    assert all_rows(make(data, tmp_path / "two").train) == all_rows(one.train)
+
+
+def test_many_parts_are_one_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = write_documents(tmp_path / "d.jsonl", 50)
+    one = make(data, tmp_path / "one")
+    monkeypatch.setattr("fourfold.data.rows.PART_TOKENS", 24)  # three rows
+    many = make(data, tmp_path / "many")
+    assert len(list((tmp_path / "many" / "cache" / "data").glob("*/train/part-*"))) > 5
+    assert all_rows(many.train) == all_rows(one.train)
+
+
+def test_failure_and_leftovers_leave_no_half_written_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = write_documents(tmp_path / "d.jsonl", 9)
+    root = tmp_path / "cache" / "data"
+    killed = root / f"{cache_key(data, tokenizer=tokenizer(), seq_len=8, seed=0)}.tmp-1"
+    (killed / "train").mkdir(parents=True)
+
+    def failing(*_: Any, **__: Any) -> Any:
+        yield {"text": "1 2"}
+        raise OSError("disk on fire")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(prepared, "documents", failing)
+        with pytest.raises(OSError, match="disk on fire"):
+            make(data, tmp_path)
+    assert [path.suffix for path in root.iterdir()] == [".lock"]
+    assert make(data, tmp_path).stats.documents == 9
+
+
+def test_nothing_is_printed_unless_asked(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    data = write_documents(tmp_path / "d.jsonl", 5)
+    data.num_proc = 2
+    make(data, tmp_path)
+    assert tuple(capfd.readouterr()) == ("", "")
+    make(data, tmp_path / "other", show=True)
+    shown = capfd.readouterr()
+    assert shown.out == ""
+    assert "tokenise and pack (train)" in shown.err
+    assert "Saving" not in shown.err
+
+
+def test_unwritable_cache_is_named(tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("a file")
+    with pytest.raises(ValueError, match=r"cache_dir=.*cache cannot be written"):
+        make(write_documents(tmp_path / "d.jsonl", 2), tmp_path)
+
+
+@pytest.mark.parametrize(("name", "value"), [("max_documents", 0), ("num_proc", 0), ("eval_documents", -1)])
+def test_impossible_counts_are_refused(name: str, value: int, tmp_path: Path) -> None:
+    data = write_documents(tmp_path / "d.jsonl", 2)
+    setattr(data, name, value)
+    with pytest.raises(ValueError, match=rf"data\.{name}={value}"):
+        make(data, tmp_path)
+
+
+WORKER = """
+import sys, time
+from pathlib import Path
+from fourfold.data import prepared
+sys.path.insert(0, sys.argv[1])
+import test_data_prepared as tests
+from fourfold.schema import DataConfig, SourceKind
+
+def logged(data, *, path=None, read=prepared.documents):
+    with open(sys.argv[3] + "/log", "a") as log:
+        log.write(f"{sys.argv[4]}\\n")
+    time.sleep(0.5)
+    return read(data, path=path)
+
+prepared.documents = logged
+ready = Path(sys.argv[3], "ready" + sys.argv[4])
+ready.touch()
+while not Path(sys.argv[3], "go").exists():
+    time.sleep(0.005)
+made = tests.make(DataConfig(kind=SourceKind.jsonl, path=sys.argv[2]), Path(sys.argv[3]))
+print(tests.all_rows(made.train))
+"""
+
+
+def two_at_once(file: Path, folder: Path) -> list[subprocess.CompletedProcess[str]]:
+    """Two processes that call `prepare` at the same moment."""
+    folder.mkdir()
+    arguments = [sys.executable, "-W", "error", "-c", WORKER, str(Path(__file__).parent), str(file), str(folder)]
+    running = [
+        subprocess.Popen([*arguments, name], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for name in "ab"
+    ]
+    for _ in itertools.takewhile(lambda _: not all((folder / f"ready{name}").exists() for name in "ab"), range(6000)):
+        assert all(process.poll() is None for process in running), [process.communicate() for process in running]
+        time.sleep(0.01)
+    (folder / "go").touch()
+    outputs = [process.communicate(timeout=60) for process in running]
+    return [
+        subprocess.CompletedProcess(process.args, process.returncode, *output)
+        for process, output in zip(running, outputs, strict=True)
+    ]
+
+
+def test_two_processes_prepare_once(tmp_path: Path) -> None:
+    data = write_documents(tmp_path / "d.jsonl", 30)
+    done = two_at_once(Path(data.path), tmp_path / "shared")
+    assert [process.returncode for process in done] == [0, 0], done
+    assert done[0].stdout == done[1].stdout == f"{all_rows(make(data, tmp_path).train)}\n"
+    assert len((tmp_path / "shared" / "log").read_text().split()) == 1
+
+
+def test_two_processes_refuse_at_once(tmp_path: Path) -> None:
+    """The second one does not read everything again to find out the same."""
+    file = tmp_path / "d.jsonl"
+    file.write_text(json.dumps({"messages": [{"role": "user", "content": "1 2"}]}) + "\n")
+    done = two_at_once(file, tmp_path / "shared")
+    assert all("ValueError" in process.stderr and "none has a token to predict" in process.stderr for process in done)
+    assert len((tmp_path / "shared" / "log").read_text().split()) == 1
