@@ -41,12 +41,13 @@ def _compose_and_train(composed: DictConfig) -> None:
 
 def _train(composed: DictConfig) -> int:
     from hydra.core.hydra_config import HydraConfig
+    from hydra.types import RunMode
 
     from fourfold.config import to_plain, to_train_config
     from fourfold.errors import world_size
 
     overrides = list(HydraConfig.get().overrides.task)
-    if HydraConfig.get().mode.name == "MULTIRUN" and world_size() > 1:
+    if HydraConfig.get().mode is RunMode.MULTIRUN and world_size() > 1:
         raise ValueError(
             f"--multirun with {world_size()} processes would run every job in one process group. Use a shell loop: "
             f"for x in ...; do accelerate launch ... -m fourfold {' '.join(overrides)} key=$x; done"

@@ -53,7 +53,7 @@ def to_plain(composed: DictConfig) -> dict[str, Any]:
 
 
 def _redact(tree: dict[Any, Any]) -> dict[Any, Any]:
-    hidden = {}
+    hidden: dict[Any, Any] = {}
     for name, value in tree.items():
         if isinstance(value, dict):
             hidden[name] = _redact(value)

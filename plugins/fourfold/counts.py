@@ -43,8 +43,8 @@ def count(
         device=device,
     )
     dist.all_reduce(mine, group=group)
-    *sums, stops = mine.tolist()
-    return Counts(*sums, stop=stops > 0)
+    targets, tokens, padding, full, windowed, stops = mine.tolist()
+    return Counts(targets, tokens, padding, full, windowed, stop=stops > 0)
 
 
 def document_lengths(document_ids: Tensor) -> list[int]:

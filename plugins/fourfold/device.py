@@ -38,7 +38,7 @@ def start_process_group(device: torch.device, *, cluster: ClusterConfig) -> None
         dist.init_process_group(backend, timeout=timeout)
     else:
         dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
-    assert dist.get_world_size() == world_size() and dist.get_rank() == rank()
+    assert (dist.get_world_size(), dist.get_rank()) == (world_size(), rank())
 
 
 def device_name(device: torch.device) -> str:

@@ -3,7 +3,6 @@
 import re
 import shlex
 import sys
-import time
 from pathlib import Path
 
 import psutil
@@ -21,7 +20,9 @@ def launched_at() -> float:
 
 def command_to_go_on(step: int, *, config: TrainConfig) -> str:
     """The command of this run with twice the updates and resume=auto."""
-    words = [word for word in launch_command() if not re.match(r"\+{0,2}(max_steps|resume|overwrite|num_epochs)=", word)]
+    words = [
+        word for word in launch_command() if not re.match(r"\+{0,2}(max_steps|resume|overwrite|num_epochs)=", word)
+    ]
     more = ["num_epochs=null"] if config.num_epochs is not None else []
     return shlex.join([*words, *more, f"max_steps={2 * max(step, 1)}", "resume=auto"])
 

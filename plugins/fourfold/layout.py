@@ -126,9 +126,7 @@ def _mismatch(world_size: int, *, sizes: dict[str, int], fixed: int, is_open: bo
     degrees = " x ".join(f"{name}={size}" for name, size in sizes.items() if size != 1) or "all sizes 1"
     fit = nearest(world_size, layout=Layout(**{name: max(size, 1) for name, size in sizes.items()}))
     suggestion = " ".join(f"{axis}_size={fit.size(axis)}" for axis in AXES if fit.size(axis) != sizes[f"{axis}_size"])
-    problem = (
-        f"{degrees} needs a multiple of {fixed} processes" if is_open else f"{degrees} makes {fixed} processes"
-    )
+    problem = f"{degrees} needs a multiple of {fixed} processes" if is_open else f"{degrees} makes {fixed} processes"
     return (
         f"{problem}, but {world_size} {'was' if world_size == 1 else 'were'} started. "
         f"Start {fixed if not is_open else max(fixed, world_size // fixed * fixed)} (accelerate launch "

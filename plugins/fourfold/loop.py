@@ -67,7 +67,7 @@ class TrainingLoop:
         updates: Iterable[Update],
         *,
         progress: Progress,
-        save: Callable[[Progress], None],
+        save: Callable[[Progress], Any],
         evaluate: Callable[[Progress], None],
         started: float,
     ) -> Outcome:

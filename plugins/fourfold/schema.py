@@ -5,38 +5,38 @@ command line > debug > task > tier > train.yaml > group file > the defaults here
 """
 
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 from typing import Any
 
 from omegaconf import MISSING
 
 
-class Precision(str, Enum):
+class Precision(StrEnum):
     fp32 = "fp32"
     bf16 = "bf16"  # bf16 weights and activations, fp32 master weights, moments, gradient sums
     fp16 = "fp16"  # always refused, with the reason (legality.py)
 
 
-class Offload(str, Enum):
+class Offload(StrEnum):
     none = "none"
     cpu = "cpu"
     nvme = "nvme"
 
 
-class Checkpointing(str, Enum):
+class Checkpointing(StrEnum):
     none = "none"
     full = "full"
     every_n = "every_n"
     selective = "selective"
 
 
-class SourceKind(str, Enum):
+class SourceKind(StrEnum):
     text = "text"  # local files, one document each
     jsonl = "jsonl"  # one JSON object a line: `text` or `messages`
     datasets = "datasets"  # anything datasets.load_dataset or load_from_disk takes
 
 
-class Device(str, Enum):
+class Device(StrEnum):
     auto = "auto"
     cpu = "cpu"
     cuda = "cuda"
@@ -56,12 +56,12 @@ class ModelConfig:
 class DataConfig:
     kind: SourceKind = SourceKind.text
     path: str = MISSING  # folder, file, hub id; `stdlib` for the sources of the running Python's standard library
-    pattern: str = "**/*"  # kind=text: which files below `path`
+    pattern: str = "**/*"  # kind=text: which files below `path` (`stdlib` too)
     subset: str | None = None  # kind=datasets: configuration name
     split: str = "train"
     text_column: str = "text"
     messages_column: str = "messages"
-    streaming: bool = False  # kind=datasets: never hold the data set; needs max_steps
+    streaming: bool = False  # never hold the data set; needs max_steps and no num_epochs, holds out its first documents
     max_documents: int | None = None
     eval_path: str | None = None  # same kind, its own documents
     eval_documents: int = 0  # this many documents are held out, chosen by seed; excludes eval_path

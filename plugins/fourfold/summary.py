@@ -68,7 +68,9 @@ def _precision(plan: "Plan") -> str:
         return "fp32 weights, gradients and optimizer state"
     zero = plan.config.zero
     sums = f"gradients summed in {'fp32' if zero.fp32_accumulation else 'bf16'}"
-    return f"bf16 weights, fp32 master weights and moments, {sums}, reduced in {'fp32' if zero.fp32_reduction else 'bf16'}"
+    return (
+        f"bf16 weights, fp32 master weights and moments, {sums}, reduced in {'fp32' if zero.fp32_reduction else 'bf16'}"
+    )
 
 
 def _checkpointing(plan: "Plan") -> str:

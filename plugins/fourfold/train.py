@@ -204,6 +204,7 @@ def _loader(plan: Plan, *, mesh: Mesh) -> Loader:
 
 
 def _eval_batches(plan: Plan, *, mesh: Mesh) -> Any:
+    assert plan.data.eval is not None
     return eval_batches(
         plan.data.eval,
         micro_batch_size=plan.config.micro_batch_size,
@@ -243,4 +244,3 @@ def _quiet_libraries() -> None:
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-

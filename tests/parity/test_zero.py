@@ -46,7 +46,9 @@ def truth(*, tied: bool, optim: OptimConfig) -> tuple[list[float], list[float], 
     if optim.name == "sgd":
         optimizer: torch.optim.Optimizer = torch.optim.SGD(groups, lr=optim.learning_rate)
     else:
-        optimizer = torch.optim.AdamW(groups, lr=optim.learning_rate, betas=(optim.adam_beta1, optim.adam_beta2), eps=optim.adam_epsilon)
+        optimizer = torch.optim.AdamW(
+            groups, lr=optim.learning_rate, betas=(optim.adam_beta1, optim.adam_beta2), eps=optim.adam_epsilon
+        )
     reference = Reference(model, optimizer, optim.max_grad_norm)
     losses, norms, gradients = zip(*(reference.step(batches(step, rows=ROWS)) for step in range(STEPS)), strict=True)
     return list(losses), list(norms), list(gradients), reference.weights()

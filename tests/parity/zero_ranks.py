@@ -12,8 +12,8 @@ from fourfold.mesh import Mesh, build_mesh
 from fourfold.model.build import CausalLMLoss, build_on_meta
 from fourfold.model.load import load
 from fourfold.model.weights import Weights
-from fourfold.schema import Precision, TrainConfig
 from fourfold.parallelize import parallelize
+from fourfold.schema import Precision, TrainConfig
 from fourfold.zero.engine import ZeroEngine
 
 

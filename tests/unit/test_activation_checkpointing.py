@@ -8,9 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from fourfold.activation.attention_ops import is_fused_attention
-from fourfold.activation.checkpointing import apply, refusals
-from fourfold.schema import ActivationConfig, Checkpointing
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AutoModelForCausalLM,
@@ -24,6 +21,10 @@ from transformers import (
     PreTrainedModel,
     Qwen3Config,
 )
+
+from fourfold.activation.attention_ops import is_fused_attention
+from fourfold.activation.checkpointing import apply, refusals
+from fourfold.schema import ActivationConfig, Checkpointing
 
 LAYERS = 5
 SIZES: dict[str, Any] = {

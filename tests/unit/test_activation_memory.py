@@ -5,11 +5,12 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
 from fourfold.activation.checkpointing import apply
 from fourfold.activation.measure import Saved, saved_tensors
 from fourfold.planner.memory import activation_elements, layer_bytes, layer_elements, order, zero_state_bytes
 from fourfold.schema import ActivationConfig, Checkpointing, Precision
-from transformers import LlamaConfig, LlamaForCausalLM
 
 ROWS, LENGTH = 2, 24
 MODES = {

@@ -1,10 +1,11 @@
 """Which operations selective checkpointing keeps, and how layers are cut into stretches."""
 
 import torch
+from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
+
 from fourfold.activation.attention_ops import dropout_probability, is_fused_attention, keep_attention
 from fourfold.activation.stretches import default_every_n, stretch_sizes
 from fourfold.schema import Checkpointing
-from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
 
 def test_stretches() -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 import pytest
 import torch
+
 from fourfold.data.loader import (
     Loader,
     Update,

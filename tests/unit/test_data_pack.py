@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+
 from fourfold.data.pack import COLUMNS, IGNORE, PackStats, Row, pack, padding_row
 
 N = IGNORE

@@ -12,14 +12,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
 from fourfold.data import prepared
 from fourfold.data.fingerprint import cache_key
 from fourfold.data.pack import COLUMNS, IGNORE
 from fourfold.data.prepared import Prepared, prepare
 from fourfold.data.rows import RowSet, StreamRowSet
 from fourfold.schema import DataConfig, SourceKind
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }} </s>{% endgeneration %}"

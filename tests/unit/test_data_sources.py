@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from fourfold.data.huggingface import open_dataset
 from fourfold.data.sources import documents, text_files
 from fourfold.schema import DataConfig, SourceKind

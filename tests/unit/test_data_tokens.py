@@ -3,10 +3,11 @@
 from typing import Any
 
 import pytest
-from fourfold.data.parallel import encode_parallel
-from fourfold.data.tokens import check_vocabulary, encode, encode_all, pad_id
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
+
+from fourfold.data.parallel import encode_parallel
+from fourfold.data.tokens import check_vocabulary, encode, encode_all, pad_id
 
 WORDS = ["<pad>", "<s>", "</s>", "<u>", "<a>", "<sys>", "a", "b", "c", "d", "e", "f", "g", "\n", "<unk>"]
 MARKED = (

@@ -6,10 +6,6 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from fourfold.activation.checkpointing import apply
-from fourfold.planner import flops as flops_module
-from fourfold.planner.flops import attention_pairs, matmul_parameters, parameter_count, step_flops, windowed_layers
-from fourfold.schema import ActivationConfig, Checkpointing
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
     AutoModelForCausalLM,
@@ -24,6 +20,11 @@ from transformers import (
     Qwen2Config,
     Qwen3Config,
 )
+
+from fourfold.activation.checkpointing import apply
+from fourfold.planner import flops as flops_module
+from fourfold.planner.flops import attention_pairs, matmul_parameters, parameter_count, step_flops, windowed_layers
+from fourfold.schema import ActivationConfig, Checkpointing
 
 LAYERS, ROWS, LENGTH = 5, 2, 12
 SIZES: dict[str, Any] = {

@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import pytest
+
 from fourfold.planner.hardware import accelerators, find, peak_flops
 
 

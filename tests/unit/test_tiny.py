@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
 from fourfold.data.tokens import check_vocabulary, encode
 from fourfold.model.tiny import VOCAB_SIZE, create_tiny_llama
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import LlamaConfig, LlamaForCausalLM
+
 from fourfold.activation.checkpointing import apply
 from fourfold.activation.measure import Saved, saved_tensors
 from fourfold.activation.stretches import default_every_n
@@ -19,11 +25,6 @@ from fourfold.planner.flops import Flops, attention_pairs, step_flops
 from fourfold.planner.memory import Activations, activation_elements, layer_bytes, layer_elements, order
 from fourfold.planner.parameters import layer_matmul_parameters, query_size
 from fourfold.schema import ActivationConfig, Checkpointing
-from rich.console import Console
-from rich.table import Table
-from torch import Tensor
-from torch.utils.flop_counter import FlopCounterMode
-from transformers import LlamaConfig, LlamaForCausalLM
 
 ROWS, LENGTH = 2, 128
 DOCUMENTS = (80, 48)  # tokens of the documents packed into each row

@@ -69,7 +69,7 @@ def _write_weights(pieces: Pieces, folder: Path, *, dtype: torch.dtype) -> None:
     names = [f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors" for i in range(len(groups))]
     if len(groups) == 1:
         names = ["model.safetensors"]
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for file, group in zip(names, groups, strict=True):
         shapes = pieces.shapes()
         tensors = {name: pieces.read(name).to(dtype).view(shapes[name]) for name in group}

@@ -79,10 +79,10 @@ def resume(folder: Path, *, engine: ZeroEngine) -> Progress:
     _refuse_other_model(pieces, engine=engine)
     masters = engine.masters()
     kinds = sorted(pieces.kinds() - {MASTER})
-    states = {kind: [torch.zeros_like(master) for master in masters] for kind in kinds}
+    states: dict[str, list[Any]] = {kind: [torch.zeros_like(master) for master in masters] for kind in kinds}
     with torch.no_grad():
         for fragment in engine.fragments():
-            for kind, buffers in ((MASTER, masters), *states.items()):
+            for kind, buffers in {MASTER: masters, **states}.items():
                 values = pieces.read(fragment.name, kind=kind, start=fragment.start, count=fragment.count)
                 fragment.of(buffers).copy_(values)
     steps = pieces.index["optimizer_steps"]
@@ -135,4 +135,3 @@ def _refuse_other_model(pieces: Pieces, *, engine: ZeroEngine) -> None:
 def newest(folder: Path) -> Path | None:
     checkpoints = complete_checkpoints(folder)
     return checkpoints[-1] if checkpoints else None
-

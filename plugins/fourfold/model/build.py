@@ -19,9 +19,9 @@ class LossHead(nn.Module):
     def __init__(self, head: nn.Linear, *, softcap: float | None, chunk_size: int | None) -> None:
         super().__init__()
         assert head.bias is None, "none of the supported models has a bias in its head"
-        self.weight = head.weight
-        self.softcap = softcap
-        self.chunk_size = chunk_size
+        self.weight: nn.Parameter = head.weight
+        self.softcap: float | None = softcap
+        self.chunk_size: int | None = chunk_size
 
     def forward(self, hidden: Tensor, labels: Tensor) -> Tensor:
         hidden, labels = hidden.flatten(0, 1), labels.flatten()

@@ -27,7 +27,7 @@ def quiet_start(device: torch.device) -> Any:
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     with _without_compile():
-        import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401  # imported later anyway, in its first reduction
+        import deepspeed.runtime.zero.muon.muon_optimizer  # imported later anyway, in its first reduction
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     return deepspeed
 
@@ -35,11 +35,16 @@ def quiet_start(device: torch.device) -> Any:
 @contextmanager
 def _without_compile() -> Iterator[None]:
     """`@torch.compile` at import time of DeepSpeed's Muon would import all of inductor; we never use Muon."""
-    compile_, torch.compile = torch.compile, lambda model=None, **_: model if model is not None else (lambda f: f)
+    original = torch.compile
+
+    def leave_alone(function: Any = None, **options: Any) -> Any:
+        return function if function is not None else leave_alone
+
+    setattr(torch, "compile", leave_alone)  # noqa: B010
     try:
         yield
     finally:
-        torch.compile = compile_
+        setattr(torch, "compile", original)  # noqa: B010
 
 
 def initialize(module: nn.Module, *, optimizer: torch.optim.Optimizer, settings: dict[str, Any], mpu: Any) -> Any:
@@ -77,7 +82,7 @@ def partitioner(*, group: dist.ProcessGroup, settings: dict[str, Any], mpu: Any)
 
 def new_partitioned_parameter(shape: torch.Size, *, dtype: torch.dtype, partitioner: Any) -> nn.Parameter:
     """A ZeRO-3 parameter of global `shape` whose local slice (`ds_tensor`) is still to be filled."""
-    parameter = nn.Parameter(torch.empty(shape, dtype=dtype, device=partitioner.local_device))
+    parameter: Any = nn.Parameter(torch.empty(shape, dtype=dtype, device=partitioner.local_device))
     partitioner._convert_to_deepspeed_param(parameter)
     parameter.partition()
     return parameter
@@ -92,7 +97,7 @@ def averaged_gradients(engine: Any) -> list[Tensor]:
     return tensors
 
 
-def owned_slices(engine: Any) -> Iterator[tuple[nn.Parameter, int, int, int, int]]:
+def owned_slices(engine: Any) -> Iterator[tuple[Any, int, int, int, int]]:
     """(parameter, start in the flattened parameter, index of the flat fp32 buffer, start in that buffer, elements) of
     each slice whose master weight this rank keeps. Collective-free; order is the same on every call."""
     optimizer = engine.optimizer

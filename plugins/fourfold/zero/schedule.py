@@ -13,10 +13,7 @@ def learning_rates(optim: OptimConfig, *, total_steps: int) -> Callable[[int], f
     transformers has after u scheduler steps, so that warm-up does not begin with an update at rate zero and a decay
     ends at its minimum. Raises ValueError if warm-up and decay do not fit into the run.
     """
-    if optim.lr_scheduler_type == "constant":
-        factor: Callable[[int], float] = lambda step: min(1.0, step / max(1, optim.warmup_steps))
-    else:
-        factor = _transformers_curve(optim, total_steps=total_steps)
+    factor = _transformers_curve(optim, total_steps=total_steps)
     return lambda step: optim.learning_rate * factor(step)
 
 
@@ -50,6 +47,8 @@ def _transformers_name(optim: OptimConfig, *, total_steps: int) -> tuple[str, di
                 f"of {total_steps}: lower optim.warmup_steps or optim.decay_steps."
             )
         return "warmup_stable_decay", {"num_decay_steps": decay, "min_lr_ratio": optim.min_lr_ratio}
+    if optim.lr_scheduler_type == "constant":
+        return "constant_with_warmup", {}
     if optim.lr_scheduler_type == "cosine" and optim.min_lr_ratio > 0:
         return "cosine_with_min_lr", {"min_lr_rate": optim.min_lr_ratio}
     return optim.lr_scheduler_type, {}
