@@ -1,6 +1,7 @@
 """Ranks for tests: processes forked once from a server that has torch and DeepSpeed imported, reused by every test."""
 
 import multiprocessing
+import os
 import tempfile
 import traceback
 import uuid
@@ -87,12 +88,14 @@ def _serve(connection: Connection) -> None:
 def _run_one(function: Callable[..., Any], kwargs: dict[str, Any], rank: int, world: int, store: str) -> Any:
     import torch.distributed as dist
 
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
     dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
     try:
         return function(rank, **kwargs)
     finally:
         _forget_groups()
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 def _forget_groups() -> None:

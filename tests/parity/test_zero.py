@@ -6,22 +6,13 @@ from typing import Any
 import pytest
 import torch
 
-from fourfold.layout import Layout
-from fourfold.schema import LossConfig, OptimConfig, Precision, TrainConfig, ZeroConfig
+from fourfold.schema import OptimConfig, Precision
+from tests.parity.strategies import STRATEGIES, settings
 from tests.parity.zero_ranks import bf16_gradients, train
 from tests.pool import RankPool
 from tests.reference import Reference, batches, tiny_model, worst
 
 STEPS, ROWS = 3, 12
-STRATEGIES = {
-    "dp": (0, lambda n: Layout(dp_replicate_size=n)),
-    "zero1": (1, lambda n: Layout(dp_shard_size=n)),
-    "zero2": (2, lambda n: Layout(dp_shard_size=n)),
-    "zero3": (3, lambda n: Layout(dp_shard_size=n)),
-    "hsdp1": (1, lambda n: Layout(dp_shard_size=2, dp_replicate_size=n // 2)),
-    "hsdp2": (2, lambda n: Layout(dp_shard_size=2, dp_replicate_size=n // 2)),
-    "hsdp3": (3, lambda n: Layout(dp_shard_size=2, dp_replicate_size=n // 2)),
-}
 
 
 @pytest.fixture(scope="module")
@@ -31,11 +22,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
         made[tied] = tmp_path_factory.mktemp(f"tied-{tied}")
         tiny_model(tied=tied).save_pretrained(made[tied])
     return made
-
-
-def settings(*, stage: int, optim: OptimConfig, precision: Precision = Precision.fp32) -> TrainConfig:
-    zero = ZeroConfig(stage=stage, reduce_bucket_size=4000, allgather_bucket_size=4000)
-    return TrainConfig(name="parity", precision=precision, zero=zero, optim=optim, loss=LossConfig(chunk_size=7))
 
 
 def truth(*, tied: bool, optim: OptimConfig) -> tuple[list[float], list[float], list[dict[str, Any]], dict[str, Any]]:

@@ -7,6 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fourfold.counts import count
+from fourfold.data.loader import Loader
 from fourfold.layout import Layout
 from fourfold.mesh import Mesh, build_mesh
 from fourfold.model.build import CausalLMLoss, build_on_meta
@@ -15,6 +17,7 @@ from fourfold.model.weights import Weights
 from fourfold.parallelize import parallelize
 from fourfold.schema import Precision, TrainConfig
 from fourfold.zero.engine import ZeroEngine
+from tests.reference import batches
 
 
 def gather(engine: ZeroEngine, buffers: list[Any], *, mesh: Mesh) -> dict[str, Tensor]:
@@ -85,3 +88,84 @@ def bf16_gradients(rank: int, *, folder: Path, batch: dict[str, Tensor]) -> dict
             total[name] = total.get(name, torch.zeros(())) + parameter.grad.float() / 4
             parameter.grad = None
     return total
+
+
+class ListedRows:
+    """Rows of `batches` as the loader wants them."""
+
+    def __init__(self, batch: dict[str, Tensor]) -> None:
+        self._batch = batch
+
+    @property
+    def seq_len(self) -> int:
+        return self._batch["input_ids"].shape[1]
+
+    def __len__(self) -> int:
+        return len(self._batch["input_ids"])
+
+    def row(self, i: int) -> dict[str, Any]:
+        row = {key: value[i].numpy() for key, value in self._batch.items()}
+        return {**row, "document_ids": (row["position_ids"] == 0).cumsum() - 1}
+
+
+def train_by_loader(
+    rank: int, *, folder: Path, config: TrainConfig, layout: Layout, rows: dict[str, Tensor], epochs: int
+) -> dict[str, Any]:
+    """Whole epochs through Loader, count and ZeroEngine; what each update saw, and the weights at the end."""
+    engine, mesh = build(rank, folder=folder, config=config, layout=layout)
+    loader = Loader(
+        ListedRows(rows),
+        seed=config.seed,
+        global_batch_size=config.global_batch_size,
+        micro_batch_size=config.micro_batch_size,
+        data_rank=mesh.data_rank,
+        data_size=layout.data_size,
+        pad_id=0,
+    )
+    updates = []
+    for update in loader.updates(0, num_epochs=epochs, max_steps=None):
+        counts = count(
+            update.micro_batches, window=None, stop=False, group=mesh.loss_group, device=torch.device("cpu")
+        )
+        losses = engine.forward_backward(update.micro_batches, targets=counts.targets)
+        dist.all_reduce(losses := losses.sum(), group=mesh.loss_group)
+        gradients = gather(engine, engine.gradients(), mesh=mesh)
+        norm = engine.step(learning_rate=config.optim.learning_rate)
+        updates.append(
+            {
+                "loss": losses.item() / counts.targets,
+                "norm": norm,
+                "gradients": gradients,
+                "tokens": counts.tokens,
+                "padding": counts.padding,
+                "targets": counts.targets,
+            }
+        )
+    return {"updates": updates, "weights": gather(engine, engine.masters(), mesh=mesh)}
+
+
+def optimizer_dtypes(
+    rank: int, *, folder: Path, config: TrainConfig, layout: Layout, batch: dict[str, Tensor]
+) -> dict[str, set[str]]:
+    """dtypes of the training weights, master weights and optimizer state after one update."""
+    engine, mesh = build(rank, folder=folder, config=config, layout=layout)
+    targets = int((batch["labels"] != -100).sum())
+    engine.forward_backward(micro_batches(batch, mesh=mesh, count=1), targets=targets)
+    engine.step(learning_rate=1e-3)
+    state = [value for entry in engine.optimizer.state.values() for value in entry.values() if value.ndim]
+    assert state
+    return {
+        "weights": {str(getattr(p, "ds_tensor", p).dtype) for p in engine.module.parameters()},
+        "masters": {str(master.dtype) for master in engine.masters()},
+        "state": {str(value.dtype) for value in state},
+    }
+
+
+def decay_only(rank: int, *, folder: Path, config: TrainConfig, layout: Layout) -> dict[str, Any]:
+    """Weights before and after an update whose gradient is zero."""
+    engine, mesh = build(rank, folder=folder, config=config, layout=layout)
+    before = gather(engine, engine.masters(), mesh=mesh)
+    batch = micro_batches(batches(0, rows=8), mesh=mesh, count=1)
+    engine.forward_backward(batch, targets=10**38)  # the gradient underflows to nothing
+    engine.step(learning_rate=config.optim.learning_rate)
+    return {"before": before, "after": gather(engine, engine.masters(), mesh=mesh)}

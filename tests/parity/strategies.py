@@ -1,0 +1,19 @@
+"""The ways to spread over n ranks that the parity tests go through."""
+
+from fourfold.layout import Layout
+from fourfold.schema import LossConfig, OptimConfig, Precision, TrainConfig, ZeroConfig
+
+STRATEGIES = {  # name: (ZeRO stage, layout of n ranks)
+    "dp": (0, lambda n: Layout(dp_replicate_size=n)),
+    "zero1": (1, lambda n: Layout(dp_shard_size=n)),
+    "zero2": (2, lambda n: Layout(dp_shard_size=n)),
+    "zero3": (3, lambda n: Layout(dp_shard_size=n)),
+    "hsdp1": (1, lambda n: Layout(dp_shard_size=2, dp_replicate_size=n // 2)),
+    "hsdp2": (2, lambda n: Layout(dp_shard_size=2, dp_replicate_size=n // 2)),
+    "hsdp3": (3, lambda n: Layout(dp_shard_size=2, dp_replicate_size=n // 2)),
+}
+
+
+def settings(*, stage: int, optim: OptimConfig, precision: Precision = Precision.fp32) -> TrainConfig:
+    zero = ZeroConfig(stage=stage, reduce_bucket_size=4000, allgather_bucket_size=4000)
+    return TrainConfig(name="parity", precision=precision, zero=zero, optim=optim, loss=LossConfig(chunk_size=7))

@@ -1,0 +1,42 @@
+"""Every shipped tier, run whole in its debug=cpu form, gives one process's losses, norms, evaluation and export."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from fourfold.paths import RECIPES
+from tests.parity.run_ranks import metrics, whole_run
+from tests.pool import RankPool
+
+TIERS = sorted(path.stem for path in (RECIPES / "tier").glob("*.yaml") if path.stem != "none")
+
+
+def overrides(cache: Path, output: Path, *more: str) -> list[str]:
+    return ["task=quickstart", "debug=cpu", f"cache_dir={cache}", f"output_dir={output}", "max_steps=4", *more]
+
+
+@pytest.fixture(scope="module")
+def one_process(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """(cache, output) of the run that all others are compared with."""
+    cache, output = tmp_path_factory.mktemp("cache"), tmp_path_factory.mktemp("one")
+    assert ranks.run(1, whole_run, overrides=overrides(cache, output, "tier=zero2")) == [0]
+    return cache, output
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_tier_equals_one_process(
+    ranks: RankPool, one_process: tuple[Path, Path], tmp_path: Path, tier: str
+) -> None:
+    cache, truth = one_process
+    world, debug = (4, ["debug=cpu_hsdp"]) if tier == "hsdp" else (2, [])
+    assert ranks.run(world, whole_run, overrides=overrides(cache, tmp_path, f"tier={tier}", *debug)) == [0] * world
+    for key in ("train/loss", "train/grad_norm", "eval/loss"):
+        assert metrics(tmp_path, key) == pytest.approx(metrics(truth, key), rel=1e-5), key
+    for key in ("train/tokens", "train/targets", "train/learning_rate", "eval/targets"):
+        assert metrics(tmp_path, key) == metrics(truth, key), key
+    ours, theirs = (load_file(folder / "export" / "model.safetensors") for folder in (tmp_path, truth))
+    assert ours.keys() == theirs.keys()
+    for name in ours:
+        torch.testing.assert_close(ours[name], theirs[name], rtol=1e-3, atol=1e-5, msg=name)
