@@ -13,9 +13,10 @@ from fourfold.layout import Layout
 from fourfold.mesh import Mesh, build_mesh
 from fourfold.model.build import CausalLMLoss, build_on_meta
 from fourfold.model.load import load
+from fourfold.model.source import attention_implementation, read_config
 from fourfold.model.weights import Weights
 from fourfold.parallelize import parallelize
-from fourfold.schema import Precision, TrainConfig
+from fourfold.schema import ModelConfig, Precision, TrainConfig
 from fourfold.zero.engine import ZeroEngine
 from tests.reference import batches
 
@@ -36,11 +37,12 @@ def gather(engine: ZeroEngine, buffers: list[Any], *, mesh: Mesh) -> dict[str, T
 
 
 def build(rank: int, *, folder: Path, config: TrainConfig, layout: Layout) -> tuple[ZeroEngine, Mesh]:
-    from transformers import AutoConfig
-
     mesh = build_mesh(layout, device_type="cpu")
     dtype = torch.bfloat16 if config.precision is Precision.bf16 else torch.float32
-    hf = build_on_meta(AutoConfig.from_pretrained(folder), dtype=dtype, attn_implementation="sdpa")
+    source = ModelConfig(path=str(folder))
+    model_config = read_config(folder, model=source)
+    attention = attention_implementation(model_config, model=source)
+    hf = build_on_meta(model_config, dtype=dtype, attn_implementation=attention)
     return parallelize(hf, Weights(folder), config=config, mesh=mesh, device=torch.device("cpu")), mesh
 
 
