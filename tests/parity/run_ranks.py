@@ -17,3 +17,54 @@ def metrics(output_dir: Path, key: str) -> dict[int, Any]:
     """{step: value} of metrics.jsonl; a step that was run twice counts last."""
     lines = [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
     return {line["step"]: line[key] for line in lines if key in line}
+
+
+def refused_run(rank: int, *, overrides: list[str]) -> str:
+    """The message with which a run is refused."""
+    try:
+        whole_run(rank, overrides=overrides)
+    except ValueError as error:
+        return str(error)
+    raise AssertionError("the run was not refused")
+
+
+def run_with_nan(rank: int, *, overrides: list[str], what: str, bad_rank: int, bad_call: int) -> str:
+    """As refused_run, with a `loss` or only a `gradient` of nan on one rank in its `bad_call`-th micro-batch."""
+    from fourfold.model import build
+
+    healthy, calls = build.CausalLMLoss.forward, 0
+
+    def forward(self: Any, **batch: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        loss = healthy(self, **batch)
+        if (rank, calls) != (bad_rank, bad_call):
+            return loss
+        return loss * float("nan") if what == "loss" else loss + (loss * 0).sqrt()  # slope of sqrt at 0, times 0
+
+    build.CausalLMLoss.forward = forward  # type: ignore[method-assign]
+    try:
+        return refused_run(rank, overrides=overrides)
+    finally:
+        build.CausalLMLoss.forward = healthy  # type: ignore[method-assign]
+
+
+def run_stopped_by_signal(rank: int, *, overrides: list[str], signal_rank: int, after_step: int) -> int:
+    """A run in which one rank is asked to stop, as by Ctrl-C, once `after_step` updates are done."""
+    import os
+    import signal
+
+    from fourfold import loop
+
+    report = loop.TrainingLoop._report
+
+    def ask(self: Any, progress: Any, **more: Any) -> None:
+        report(self, progress, **more)
+        if rank == signal_rank and progress.step == after_step:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    loop.TrainingLoop._report = ask  # type: ignore[method-assign]
+    try:
+        return whole_run(rank, overrides=overrides)
+    finally:
+        loop.TrainingLoop._report = report  # type: ignore[method-assign]

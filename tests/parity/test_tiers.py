@@ -26,9 +26,7 @@ def one_process(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> tu
 
 
 @pytest.mark.parametrize("tier", TIERS)
-def test_tier_equals_one_process(
-    ranks: RankPool, one_process: tuple[Path, Path], tmp_path: Path, tier: str
-) -> None:
+def test_tier_equals_one_process(ranks: RankPool, one_process: tuple[Path, Path], tmp_path: Path, tier: str) -> None:
     cache, truth = one_process
     world, debug = (4, ["debug=cpu_hsdp"]) if tier == "hsdp" else (2, [])
     assert ranks.run(world, whole_run, overrides=overrides(cache, tmp_path, f"tier={tier}", *debug)) == [0] * world

@@ -60,9 +60,7 @@ def test_z03_short_last_window_and_z08_every_weight_moves_by_its_gradient(
     world, layout = world_of(strategy)
     config = sgd(strategy, global_batch_size=8, micro_batch_size=1)
     rows = batches(3, rows=9)
-    (result, *_) = ranks.run(
-        world, train_by_loader, folder=folder, config=config, layout=layout, rows=rows, epochs=1
-    )
+    (result, *_) = ranks.run(world, train_by_loader, folder=folder, config=config, layout=layout, rows=rows, epochs=1)
     first, last = result["updates"]
     assert (first["tokens"], last["tokens"]) == (8 * LENGTH, LENGTH)
     assert last["padding"] == (world - 1) * LENGTH

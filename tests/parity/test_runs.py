@@ -1,0 +1,183 @@
+"""Whole runs: learning rates, resuming on other ranks, empty updates, losses that are not finite, stopping, saving."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from fourfold.checkpoint.pieces import Pieces
+from fourfold.errors import INTERRUPTED_EXIT
+from tests.parity.run_ranks import metrics, refused_run, run_stopped_by_signal, run_with_nan, whole_run
+from tests.pool import RankPool
+
+QUICK = ["task=quickstart", "debug=cpu", "optim.learning_rate=1e-3"]
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return f"cache_dir={tmp_path_factory.mktemp('cache')}"
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_m04_linear_decay_is_the_same_on_any_number_of_ranks(
+    ranks: RankPool, cache: str, tmp_path: Path, world: int
+) -> None:
+    """accelerate#2926: one scheduler step an update, not one a process."""
+    overrides = [
+        *QUICK,
+        cache,
+        f"output_dir={tmp_path}",
+        "optim.lr_scheduler_type=linear",
+        "max_steps=8",
+        "seq_len=16",
+        "global_batch_size=8",
+        "export=false",
+    ]
+    ranks.run(world, whole_run, overrides=overrides)
+    rates = list(metrics(tmp_path, "train/learning_rate").values())
+    assert rates == pytest.approx([1e-3 * (8 - step) / 8 for step in range(1, 9)])
+
+
+CURVE = [*QUICK, "seq_len=16", "max_steps=12", "optim.warmup_steps=4", "save_every=6", "save_total_limit=null"]
+MOVES = [
+    (1, "tier=zero2", 4, "tier=zero3"),
+    (2, "tier=zero3", 1, "tier=zero1"),
+    (4, "tier=hsdp", 2, "tier=zero2"),
+    (2, "tier=dp", 4, "tier=hsdp"),
+    (2, "tier=zero1", 2, "tier=zero1"),
+    (2, "tier=zero3", 2, "tier=zero3"),
+]
+
+
+def tier(world: int, name: str) -> list[str]:
+    return [name, "cluster.gpus_per_node=2"] if name == "tier=hsdp" and world == 4 else [name]
+
+
+@pytest.mark.parametrize(("world", "before", "new_world", "after"), MOVES)
+def test_k10_resume_goes_on_with_rate_and_loss_on_any_layout(
+    ranks: RankPool, cache: str, tmp_path: Path, world: int, before: str, new_world: int, after: str
+) -> None:
+    """transformers#27710: warm-up 4, cosine over 12, resumed at 6 on other ranks and another stage."""
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    ranks.run(world, whole_run, overrides=[*CURVE, cache, f"output_dir={whole}", *tier(world, before)])
+    checkpoint = whole / "checkpoints" / "step-00000006"
+    ranks.run(
+        new_world,
+        whole_run,
+        overrides=[*CURVE, cache, f"output_dir={resumed}", f"resume={checkpoint}", *tier(new_world, after)],
+    )
+    for key in ("train/learning_rate", "train/tokens"):
+        late = {step: value for step, value in metrics(whole, key).items() if step > 6}
+        assert metrics(resumed, key) == late, key
+    same = (world, before) == (new_world, after)
+    for key in ("train/loss", "train/grad_norm"):
+        late = {step: value for step, value in metrics(whole, key).items() if step > 6}
+        assert metrics(resumed, key) == (late if same else pytest.approx(late, rel=2e-5)), key
+
+
+def test_resume_refuses_a_finished_run_and_another_model(ranks: RankPool, cache: str, tmp_path: Path) -> None:
+    overrides = [*QUICK, cache, f"output_dir={tmp_path}", "seq_len=16"]
+    ranks.run(1, whole_run, overrides=overrides)
+    (message,) = ranks.run(1, refused_run, overrides=[*overrides, "resume=auto"])
+    assert "is at update 3" in message
+    assert "ends at 3" in message
+    assert "max_steps" in message
+    path = next((tmp_path / "checkpoints").iterdir()) / "checkpoint.json"
+    index = json.loads(path.read_text())
+    index["shapes"]["model.norm.weight"] = [7]
+    path.write_text(json.dumps(index))
+    (message,) = ranks.run(1, refused_run, overrides=[*overrides, "resume=auto", "max_steps=5"])
+    assert "model.norm.weight has shape [7], this model's [192]" in message
+
+
+def test_d02_an_update_without_any_target_changes_nothing(ranks: RankPool, cache: str, tmp_path: Path) -> None:
+    """A prompt that fills whole rows: the update is skipped and counted, weights and moments stay bit-equal."""
+    chats = tmp_path / "chats.jsonl"
+    chat = [{"role": "user", "content": "word " * 200}, {"role": "assistant", "content": "short answer"}]
+    chats.write_text("".join(json.dumps({"messages": chat}) + "\n" for _ in range(2)))
+    out = tmp_path / "run"
+    overrides = [
+        *QUICK,
+        cache,
+        f"output_dir={out}",
+        "data=jsonl",
+        f"data.path={chats}",
+        "data.eval_documents=0",
+        "seq_len=32",
+        "global_batch_size=2",
+        "max_steps=6",
+        "save_every=1",
+        "save_total_limit=null",
+    ]
+    ranks.run(2, whole_run, overrides=overrides)
+    targets = metrics(out, "train/targets")
+    empty = [step for step, count in targets.items() if count == 0 and step > 1]
+    full = [step for step, count in targets.items() if count > 0 and step > 1]
+    assert empty
+    assert full
+    for step in range(2, 7):
+        old, new = (Pieces(out / "checkpoints" / f"step-{at:08d}") for at in (step - 1, step))
+        same = all(
+            torch.equal(old.read(name, kind=kind), new.read(name, kind=kind))
+            for name in old.shapes()
+            for kind in old.kinds()
+        )
+        assert same == (step in empty), step
+    last = Pieces(out / "checkpoints" / "step-00000006").index["progress"]
+    assert last["skipped"] == len([count for count in targets.values() if count == 0])
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_place(
+    ranks: RankPool, cache: str, tmp_path: Path
+) -> None:
+    overrides = [*QUICK, cache, f"output_dir={tmp_path}", "seq_len=16", "save_every=1", "tier=zero3"]
+    messages = ranks.run(  # 2 micro-batches a rank and update
+        2, run_with_nan, overrides=overrides, what="loss", bad_rank=1, bad_call=4
+    )
+    for message in messages:
+        assert "update 2 is nan on rank 1, micro-batch 1 (1 of 4" in message
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-00000001"]
+
+
+@pytest.mark.parametrize(
+    ("precision", "stage"), [("fp32", "zero2"), ("fp32", "zero3"), ("bf16", "zero1"), ("bf16", "zero3")]
+)
+def test_a_gradient_that_is_not_finite_updates_nothing(
+    ranks: RankPool, cache: str, tmp_path: Path, precision: str, stage: str
+) -> None:
+    overrides = [*QUICK, cache, f"output_dir={tmp_path}", "seq_len=16", "save_every=1", f"tier={stage}"]
+    messages = ranks.run(
+        2,
+        run_with_nan,
+        overrides=[*overrides, f"precision={precision}"],
+        what="gradient",
+        bad_rank=1,
+        bad_call=4,
+    )
+    assert all("gradient norm of update 2 is nan" in message for message in messages)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000001"]
+
+
+def test_a_stop_on_one_rank_saves_and_the_run_goes_on_from_there(ranks: RankPool, cache: str, tmp_path: Path) -> None:
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    overrides = [*QUICK, cache, "seq_len=16", "max_steps=5", "tier=zero3"]
+    ranks.run(2, whole_run, overrides=[*overrides, f"output_dir={whole}"])
+    codes = ranks.run(
+        2, run_stopped_by_signal, overrides=[*overrides, f"output_dir={cut}"], signal_rank=1, after_step=2
+    )
+    assert codes == [INTERRUPTED_EXIT] * 2
+    assert not (cut / "export").exists()
+    ranks.run(2, whole_run, overrides=[*overrides, f"output_dir={cut}", "resume=auto"])
+    for key in ("train/loss", "train/grad_norm", "eval/loss"):
+        assert metrics(cut, key) == metrics(whole, key), key
+
+
+@pytest.mark.parametrize("name", ["dp", "zero1", "zero2", "zero3", "hsdp"])
+def test_k14_saving_is_collective_and_the_newest_are_kept(
+    ranks: RankPool, cache: str, tmp_path: Path, name: str
+) -> None:
+    """starVLA#460: at intervals and at the end, no rank waits for one that does not come."""
+    overrides = [*QUICK, cache, f"output_dir={tmp_path}", "seq_len=16", "max_steps=4", "save_every=1"]
+    ranks.run(2, whole_run, overrides=[*overrides, f"tier={name}"])
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-00000003", "step-00000004"]
