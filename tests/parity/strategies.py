@@ -1,7 +1,7 @@
 """The ways to spread over n ranks that the parity tests go through."""
 
 from fourfold.layout import Layout
-from fourfold.schema import LossConfig, OptimConfig, Precision, TrainConfig, ZeroConfig
+from fourfold.schema import LossConfig, OffloadConfig, OptimConfig, Precision, TrainConfig, ZeroConfig
 
 STRATEGIES = {  # name: (ZeRO stage, layout of n ranks)
     "dp": (0, lambda n: Layout(dp_replicate_size=n)),
@@ -14,6 +14,14 @@ STRATEGIES = {  # name: (ZeRO stage, layout of n ranks)
 }
 
 
-def settings(*, stage: int, optim: OptimConfig, precision: Precision = Precision.fp32) -> TrainConfig:
-    zero = ZeroConfig(stage=stage, reduce_bucket_size=4000, allgather_bucket_size=4000)
+def settings(
+    *,
+    stage: int,
+    optim: OptimConfig,
+    precision: Precision = Precision.fp32,
+    offload: OffloadConfig | None = None,
+) -> TrainConfig:
+    zero = ZeroConfig(
+        stage=stage, reduce_bucket_size=4000, allgather_bucket_size=4000, offload=offload or OffloadConfig()
+    )
     return TrainConfig(name="parity", precision=precision, zero=zero, optim=optim, loss=LossConfig(chunk_size=7))

@@ -16,7 +16,7 @@ from fourfold.model.load import load
 from fourfold.model.source import attention_implementation, read_config
 from fourfold.model.weights import Weights
 from fourfold.parallelize import parallelize
-from fourfold.schema import ModelConfig, Precision, TrainConfig
+from fourfold.schema import ModelConfig, Offload, Precision, TrainConfig
 from fourfold.zero.engine import ZeroEngine
 from tests.reference import batches
 
@@ -62,7 +62,8 @@ def train(
         targets = int((batch["labels"] != -100).sum())
         micros = micro_batches(batch, mesh=mesh, count=accumulation)
         loss = engine.forward_backward(micros, targets=targets).sum()
-        history["gradients"].append(gather(engine, engine.gradients(), mesh=mesh))
+        if config.zero.offload.optimizer is Offload.none:  # offloaded gradients are out of reach
+            history["gradients"].append(gather(engine, engine.gradients(), mesh=mesh))
         history["norm"].append(engine.step(learning_rate=config.optim.learning_rate))
         dist.all_reduce(loss, group=mesh.loss_group)
         history["loss"].append(loss.item() / targets)
