@@ -118,10 +118,11 @@ def zero(config: TrainConfig, *, layout: Layout) -> Iterator[str]:
             f"{settings.stage}: use zero=stage3, or zero.offload.parameters=none."
         )
     wanted = {offload.optimizer, offload.parameters}
-    if Offload.nvme in wanted and not offload.nvme_path:
-        yield "zero.offload to nvme needs zero.offload.nvme_path, a folder on the local drive."
-    if Offload.nvme in wanted and settings.stage != 3:
-        yield f"zero.offload to nvme is stage 3's, and zero.stage={settings.stage}: use zero=stage3, or cpu."
+    if Offload.nvme in wanted:
+        yield (
+            "zero.offload to nvme is not supported: DeepSpeed swaps the master weights out of reach between updates, so "
+            "that no checkpoint of them could be written. Use cpu, or more GPUs with zero=stage3."
+        )
     if wanted != {Offload.none} and layout.dp_replicate_size > 1:
         yield (
             f"zero.offload with dp_replicate_size={layout.dp_replicate_size} is not proven: DeepSpeed keeps offloaded "

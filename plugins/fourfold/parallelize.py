@@ -10,7 +10,7 @@ from fourfold.mesh import Mesh, Mpu
 from fourfold.model.build import CausalLMLoss
 from fourfold.model.load import MakeParameter, load
 from fourfold.model.weights import Weights
-from fourfold.schema import Offload, TrainConfig
+from fourfold.schema import TrainConfig
 from fourfold.zero import deepspeed_internals as internals
 from fourfold.zero.engine import ZeroEngine
 from fourfold.zero.optimizer import build_optimizer
@@ -25,18 +25,18 @@ def parallelize(model: Any, weights: Weights, *, config: TrainConfig, mesh: Mesh
     names = dict(model.named_parameters())
     module = CausalLMLoss(model, chunk_size=config.loss.chunk_size)
     optimizer = build_optimizer(module, optim=config.optim)
-    return ZeroEngine(module, names=names, optimizer=optimizer, config=config, mesh=mesh, device=device)
+    engine = ZeroEngine(module, names=names, optimizer=optimizer, config=config, mesh=mesh, device=device)
+    if weights.exceeds(next(iter(names.values())).dtype):
+        _sharpen_masters(engine, weights)
+    return engine
 
 
-def refuse_missing_nvme(config: TrainConfig, *, device: torch.device) -> None:
-    """Raises ValueError if offload to NVMe is asked for and cannot be; before any process group."""
-    offload = config.zero.offload
-    if Offload.nvme not in (offload.optimizer, offload.parameters):
-        return
-    internals.quiet_start(device)
-    problem = internals.nvme_problem()
-    if problem:
-        raise ValueError(f"zero.offload to nvme ({offload.nvme_path}) is not possible here: {problem}. Use cpu.")
+def _sharpen_masters(engine: ZeroEngine, weights: Weights) -> None:
+    """DeepSpeed made the fp32 master weights from rounded parameters; read them from the files instead."""
+    masters = engine.masters()
+    for fragment in engine.fragments():
+        values = weights.read(fragment.name, start=fragment.start, count=fragment.count)
+        fragment.of(masters).copy_(values)
 
 
 def _partitioned(config: TrainConfig, *, mesh: Mesh) -> MakeParameter | None:

@@ -20,7 +20,7 @@ class Precision(StrEnum):
 class Offload(StrEnum):
     none = "none"
     cpu = "cpu"
-    nvme = "nvme"
+    nvme = "nvme"  # always refused, with the reason (legality.py)
 
 
 class Checkpointing(StrEnum):
@@ -43,12 +43,32 @@ class Device(StrEnum):
 
 
 @dataclass
+class RopeScalingConfig:
+    """transformers' rope_parameters; unset keys are left out. Example: {rope_type: yarn, factor: 4.0}."""
+
+    rope_type: str | None = None  # linear | dynamic | yarn | longrope | llama3; None: as the model has it
+    rope_theta: float | None = None
+    factor: float | None = None
+    original_max_position_embeddings: int | None = None  # None: the model's max_position_embeddings
+    attention_factor: float | None = None  # yarn, longrope
+    beta_fast: float | None = None  # yarn
+    beta_slow: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool | None = None
+    low_freq_factor: float | None = None  # llama3
+    high_freq_factor: float | None = None
+    short_factor: list[float] | None = None  # longrope
+    long_factor: list[float] | None = None
+
+
+@dataclass
 class ModelConfig:
     path: str = MISSING  # local Hugging Face folder or hub id
     revision: str | None = None
     create: str | None = None  # "tiny_llama": write a small random Llama and tokenizer to `path` if it is not there
     attn_implementation: str = "auto"  # auto | eager | sdpa | flash_attention_2
-    rope_scaling: dict[str, Any] | None = None  # e.g. {rope_type: yarn, factor: 4.0}; written to the export
+    rope_scaling: RopeScalingConfig = field(default_factory=RopeScalingConfig)  # written to the export
     max_position_embeddings: int | None = None  # written to the export
 
 
@@ -88,7 +108,6 @@ class OptimConfig:
 class OffloadConfig:
     optimizer: Offload = Offload.none
     parameters: Offload = Offload.none  # stage 3 only
-    nvme_path: str | None = None
 
 
 @dataclass

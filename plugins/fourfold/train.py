@@ -31,7 +31,7 @@ from fourfold.model.load import check
 from fourfold.model.source import attention_implementation, config_changes, read_config, read_tokenizer, resolve_folder
 from fourfold.model.weights import Weights
 from fourfold.output import CHECKPOINTS, EXPORT, claimed
-from fourfold.parallelize import parallelize, refuse_missing_nvme
+from fourfold.parallelize import parallelize
 from fourfold.planner.hardware import peak_flops
 from fourfold.schema import Precision, TrainConfig
 from fourfold.trackers import finish_trackers, start_trackers
@@ -67,7 +67,6 @@ def train(config: TrainConfig, *, plain: dict[str, Any]) -> int:
     _quiet_libraries()
     output_dir = Path(config.output_dir).expanduser().absolute()
     with claimed(output_dir, config=config, plain=plain) if rank() == 0 else nullcontext():
-        refuse_missing_nvme(config, device=device)
         plan = prepare_run(config, layout=layout, device=device)
         start_process_group(device, cluster=config.cluster)
         mesh = build_mesh(layout, device_type=device.type)

@@ -74,6 +74,7 @@ def _write_weights(pieces: Pieces, folder: Path, *, dtype: torch.dtype) -> None:
         shapes = pieces.shapes()
         tensors = {name: pieces.read(name).to(dtype).view(shapes[name]) for name in group}
         save_file(tensors, folder / file, metadata={"format": "pt"})
+        (folder / file).chmod((folder / "config.json").stat().st_mode)  # safetensors gives them to the owner alone
         weight_map |= dict.fromkeys(group, file)
     if len(groups) > 1:
         total = sum(shape.numel() * dtype.itemsize for shape in pieces.shapes().values())

@@ -2,6 +2,7 @@
 refused here, before any process group."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,7 @@ def config_changes(config: Any, *, model: ModelConfig) -> dict[str, Any]:
     changes: dict[str, Any] = {}
     if model.max_position_embeddings is not None:
         changes["max_position_embeddings"] = config.max_position_embeddings
-    if model.rope_scaling:
+    if model.rope_scaling.rope_type is not None:
         changes["rope_parameters"] = config.rope_parameters
     return changes
 
@@ -122,12 +123,16 @@ def _refuse_other_kinds(raw: dict[str, Any], *, folder: Path) -> None:
 
 
 def _stretch_context(config: Any, *, model: ModelConfig) -> None:
-    scaling = dict(model.rope_scaling or {})
+    scaling = {key: value for key, value in asdict(model.rope_scaling).items() if value is not None}
     original = config.max_position_embeddings
     if model.max_position_embeddings is not None:
         config.max_position_embeddings = model.max_position_embeddings
     if not scaling:
         return
+    if model.rope_scaling.rope_type is None:
+        raise ValueError(
+            f"model.rope_scaling={scaling} says no rope_type: use linear, dynamic, yarn, longrope or llama3."
+        )
     if scaling.get("rope_type") in ("yarn", "llama3", "longrope"):
         scaling.setdefault("original_max_position_embeddings", original)
     nested = config.nested_rope_parameter_keys(config.rope_parameters)
@@ -139,4 +144,4 @@ def _stretch_context(config: Any, *, model: ModelConfig) -> None:
     try:
         config.validate_rope()
     except (KeyError, ValueError, TypeError) as error:
-        raise ValueError(f"model.rope_scaling={model.rope_scaling} does not fit {config.model_type}: {error}") from None
+        raise ValueError(f"model.rope_scaling={scaling} does not fit {config.model_type}: {error}") from None

@@ -18,8 +18,10 @@ class Weights:
         self.folder = folder
         self._file_of: dict[str, Path] = {}
         self._shape_of: dict[str, torch.Size] = {}
+        self._dtypes: set[str] = set()
         for path in _files(folder):
             for name, entry in read_header(path).items():
+                self._dtypes.add(entry["dtype"])
                 self._file_of[name] = path
                 self._shape_of[name] = torch.Size(entry["shape"])
 
@@ -28,6 +30,10 @@ class Weights:
 
     def shape(self, name: str) -> torch.Size:
         return self._shape_of[name]
+
+    def exceeds(self, dtype: torch.dtype) -> bool:
+        """Whether a tensor has more precision in its file than `dtype` holds."""
+        return dtype.itemsize < 4 and "F32" in self._dtypes
 
     def read(self, name: str, *, start: int = 0, count: int | None = None) -> Tensor:
         """Elements [start, start + count) of the flattened tensor, in the dtype of the file; default: all of it."""

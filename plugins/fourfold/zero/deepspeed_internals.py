@@ -32,16 +32,6 @@ def quiet_start(device: torch.device) -> Any:
     return deepspeed
 
 
-def nvme_problem() -> str | None:
-    """Why this machine cannot offload to NVMe, or None: the asynchronous I/O op must exist for the accelerator."""
-    from deepspeed.accelerator import get_accelerator
-
-    builder = get_accelerator().create_op_builder("AsyncIOBuilder")
-    if builder is None:
-        return f"DeepSpeed has no asynchronous I/O for {get_accelerator().device_name()}"
-    return None if builder.is_compatible(verbose=False) else "DeepSpeed's asynchronous I/O needs libaio (libaio-dev)"
-
-
 @contextmanager
 def _without_compile() -> Iterator[None]:
     """`@torch.compile` at import time of DeepSpeed's Muon would import all of inductor; we never use Muon."""

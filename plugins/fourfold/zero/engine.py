@@ -88,7 +88,7 @@ class ZeroEngine:
         replicas = self._mesh.layout.dp_replicate_size
         if replicas == 1:
             return
-        for shard in internals.averaged_gradients(self._deepspeed):
+        for shard in self.gradient_shards():
             dist.all_reduce(shard, group=self._mesh.replicate_group)
             shard.div_(replicas)
 
@@ -135,6 +135,10 @@ class ZeroEngine:
     def gradients(self) -> list[Tensor]:
         """Averaged gradients, laid out as `masters`; valid between `forward_backward` and `step`."""
         return internals.gradient_buffers(self._deepspeed)
+
+    def gradient_shards(self) -> list[Tensor]:
+        """The tensors that `step` will read, to change in place; their order and cut are DeepSpeed's."""
+        return internals.averaged_gradients(self._deepspeed)
 
     def publish(self) -> None:
         """After a write to the masters: make the weights used for training equal to them, on all ranks."""

@@ -61,6 +61,4 @@ def _offload_section(offload: OffloadConfig) -> dict[str, Any]:
     for key, place in (("offload_optimizer", offload.optimizer), ("offload_param", offload.parameters)):
         if place is not Offload.none:
             section[key] = {"device": place.value, "pin_memory": True}
-            if place is Offload.nvme:
-                section[key]["nvme_path"] = offload.nvme_path
     return section
