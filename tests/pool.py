@@ -1,5 +1,6 @@
 """Ranks for tests: processes forked once from a server that has torch and DeepSpeed imported, reused by every test."""
 
+import gc
 import multiprocessing
 import os
 import tempfile
@@ -96,6 +97,7 @@ def _run_one(function: Callable[..., Any], kwargs: dict[str, Any], rank: int, wo
         _forget_groups()
         if dist.is_initialized():
             dist.destroy_process_group()
+        gc.collect()  # engines are full of cycles; the next task wants their memory
 
 
 def _forget_groups() -> None:

@@ -1,0 +1,98 @@
+"""Every command in a README is run, or where it asks for GPUs, composed and checked as far as the launch."""
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fourfold.paths import RECIPES
+from tests.compose import composed
+
+ROOT = RECIPES.parent
+BIN = Path(sys.executable).parent
+
+
+def commands(path: Path) -> list[str]:
+    """Lines of ```bash blocks and `inline code` that call our command, with continued lines joined."""
+    text = path.read_text().replace("\\\n", " ")
+    blocks = re.findall(r"```bash\n(.*?)```", text, flags=re.DOTALL)
+    lines = [line for block in blocks for line in block.splitlines()]
+    lines += re.findall(r"`((?:accelerate launch|fourfold|python tools)[^`\n]*)`", text)
+    lines += re.findall(r"^    ((?:accelerate launch|fourfold) [^#\n]*)", text, flags=re.MULTILINE)
+    return sorted({line.strip() for line in lines if line.strip()})
+
+
+def overrides(command: str) -> list[str] | None:
+    """Hydra's part of a training command."""
+    words = shlex.split(command)
+    if "-m" not in words or "--config-dir" in words or "..." in words:
+        return None
+    return words[words.index("fourfold", words.index("-m")) + 1 :]
+
+
+COMMANDS = sorted({command for name in ("README.md", "recipes/README.md") for command in commands(ROOT / name)})
+
+
+def test_the_readme_has_the_two_commands_and_more() -> None:
+    first = "pip install -q uv && uv run accelerate launch --config_file tools/launch/cpu.yaml -m fourfold task=quickstart"
+    assert {first, "uv run pytest"} <= set(COMMANDS)
+    assert len(COMMANDS) > 10
+
+
+@pytest.mark.parametrize("command", [command for command in COMMANDS if overrides(command) is not None])
+def test_training_command_composes_and_its_files_exist(command: str) -> None:
+    config, _ = composed(*(overrides(command) or []))
+    assert config.name
+    words = shlex.split(command)
+    assert (ROOT / words[words.index("--config_file") + 1]).is_file()
+
+
+@pytest.fixture(scope="module")
+def quickstart(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder in which README's first command has run (less the installation, and with its output there)."""
+    place = tmp_path_factory.mktemp("quickstart")
+    done = run(f"accelerate launch --config_file {ROOT}/tools/launch/cpu.yaml -m fourfold task=quickstart", place)
+    for part in ("loss", "tokens/s", "checkpoint", "Hugging Face", "go on"):
+        assert part in done.stdout, part
+    return place
+
+
+def run(command: str, place: Path) -> subprocess.CompletedProcess[str]:
+    program, *arguments = shlex.split(command)
+    done = subprocess.run(
+        [str(BIN / program), *arguments], cwd=place, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
+def test_quickstart_learns_and_its_export_loads(quickstart: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    done = (quickstart / "runs" / "quickstart" / "metrics.jsonl").read_text()
+    losses = [float(value) for value in re.findall(r'"train/loss": ([\d.]+)', done)]
+    assert len(losses) == 60
+    assert losses[-1] < losses[0] - 1.0
+    export = quickstart / "runs" / "quickstart" / "export"
+    AutoModelForCausalLM.from_pretrained(export)
+    AutoTokenizer.from_pretrained(export)
+
+
+def test_export_command(quickstart: Path) -> None:
+    assert "fourfold export runs/quickstart exported" in COMMANDS
+    run("fourfold export runs/quickstart exported", quickstart)
+    assert (quickstart / "exported" / "model.safetensors").is_file()
+
+
+def test_settings_command(tmp_path: Path) -> None:
+    assert "fourfold train --cfg job task=quickstart tier=hsdp" in COMMANDS
+    assert "dp_replicate_size: -1" in run("fourfold train --cfg job task=quickstart tier=hsdp", tmp_path).stdout
+
+
+def test_laptop_command(tmp_path: Path) -> None:
+    command = "-m fourfold task=smollm2 tier=zero3_checkpointed debug=cpu"
+    assert any(command in known for known in COMMANDS)
+    run(f"accelerate launch --config_file {ROOT}/tools/launch/cpu.yaml {command}", tmp_path)
