@@ -26,11 +26,12 @@ def print_table(title: str, rows: list[tuple[str, str]]) -> None:
 
 
 def short(number: float, unit: str = "") -> str:
-    """1234567 -> `1.23M`."""
+    """1234567 -> `1.23M`; with a unit `1.23 Munit`."""
+    gap = " " if unit else ""
     for factor, letter in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(number) >= factor:
-            return f"{number / factor:.3g}{letter}{unit}"
-    return f"{number:.3g}{unit}"
+            return f"{number / factor:.3g}{gap}{letter}{unit}"
+    return f"{number:.3g}{gap}{unit}"
 
 
 def gibibytes(number: float) -> str:

@@ -173,7 +173,7 @@ class TrainingLoop:
             metrics |= {"train/mfu": flops.model / seconds / peak, "train/hfu": flops.hardware / seconds / peak}
         use = f"MFU {metrics['train/mfu']:.1%}" if peak else short(flops.model / seconds, "FLOP/s")
         text = (
-            f"loss {loss:.4f}  lr {rate:.2e}  norm {norm:.3f}  {short(speed, ' tok/s')}  {use}  "
+            f"loss {loss:.4f}  lr {rate:.2e}  norm {norm:.3f}  {short(speed)} tok/s  {use}  "
             f"{gibibytes(metrics['train/memory_bytes'])}"
         )
         every = self._config.log_every

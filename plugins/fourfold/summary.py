@@ -39,7 +39,7 @@ def print_end(outcome: Outcome, *, newest: Path, exported: Path | None, go_on: s
     rows = [
         ("updates", f"{outcome.progress.step}, {short(outcome.progress.tokens)} tokens"),
         ("loss", f"{outcome.first_loss:.4f} first, {outcome.last_loss:.4f} last"),
-        ("speed", short(outcome.tokens_per_second, " tokens/s")),
+        ("speed", f"{short(outcome.tokens_per_second)} tokens/s"),
         ("start", f"{outcome.seconds_to_first_step:.1f} s from launch to the end of the first update"),
         ("checkpoint", str(newest)),
     ]

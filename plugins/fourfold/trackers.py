@@ -11,26 +11,33 @@ from fourfold.schema import TrackerConfig
 def start_trackers(tracker: TrackerConfig, *, output_dir: Path, device: torch.device, config: dict[str, Any]) -> Any:
     """An Accelerator that serves launch state and trackers only, or None if no tracker is asked for.
 
-    Call it on every process, after the process group exists. Raises ValueError for a tracker whose package is missing.
+    Call it on every process, after the process group exists.
     """
     if not tracker.report_to:
         return None
     from accelerate import Accelerator
-    from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 
-    available = {str(name.value if hasattr(name, "value") else name) for name in get_available_trackers()}
-    for name in tracker.report_to:
-        if name not in LOGGER_TYPE_TO_CLASS:
-            known = ", ".join(sorted(LOGGER_TYPE_TO_CLASS))
-            raise ValueError(f"tracker.report_to={name}: accelerate knows {known}.")
-        if name not in available:
-            raise ValueError(f"tracker.report_to={name}: its package is not installed (pip install {name}).")
     accelerator = Accelerator(
         cpu=device.type == "cpu", log_with=tracker.report_to, project_dir=str(output_dir / "trackers")
     )
     flat = {key: value for key, value in _flatten(config) if isinstance(value, int | float | str | bool)}
     accelerator.init_trackers(tracker.project, config=flat, init_kwargs=tracker.init_kwargs)
     return accelerator
+
+
+def refuse_unknown_trackers(tracker: TrackerConfig) -> None:
+    """Raises ValueError for a tracker that accelerate does not know or whose package is missing."""
+    if not tracker.report_to:
+        return
+    from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
+
+    available = {str(getattr(name, "value", name)) for name in get_available_trackers()}
+    for name in tracker.report_to:
+        if name not in LOGGER_TYPE_TO_CLASS:
+            known = ", ".join(sorted(LOGGER_TYPE_TO_CLASS))
+            raise ValueError(f"tracker.report_to={name}: accelerate knows {known}.")
+        if name not in available:
+            raise ValueError(f"tracker.report_to={name}: its package is not installed (pip install {name}).")
 
 
 def finish_trackers(accelerator: Any) -> None:

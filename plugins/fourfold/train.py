@@ -3,6 +3,7 @@
 import math
 import os
 import warnings
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +35,7 @@ from fourfold.output import CHECKPOINTS, EXPORT, claimed
 from fourfold.parallelize import parallelize
 from fourfold.planner.hardware import peak_flops
 from fourfold.schema import Precision, TrainConfig
-from fourfold.trackers import finish_trackers, start_trackers
+from fourfold.trackers import finish_trackers, refuse_unknown_trackers, start_trackers
 from fourfold.zero.engine import ZeroEngine
 from fourfold.zero.schedule import learning_rates
 from fourfold.zero.settings import deepspeed_json
@@ -53,6 +54,7 @@ class Plan:
     tokenizer: Any
     data: Prepared
     total_steps: int
+    learning_rate: Callable[[int], float]
 
     @property
     def output_dir(self) -> Path:
@@ -84,6 +86,7 @@ def train(config: TrainConfig, *, plain: dict[str, Any]) -> int:
 
 def prepare_run(config: TrainConfig, *, layout: Layout, device: torch.device) -> Plan:
     """Read the model's headers and make the data's rows. No collective: ranks wait for each other on file locks."""
+    refuse_unknown_trackers(config.tracker)
     folder = resolve_folder(config.model)
     model_config = read_config(folder, model=config.model)
     attention = attention_implementation(model_config, model=config.model)
@@ -118,6 +121,7 @@ def prepare_run(config: TrainConfig, *, layout: Layout, device: torch.device) ->
         tokenizer=tokenizer,
         data=data,
         total_steps=total,
+        learning_rate=learning_rates(config.optim, total_steps=total),
     )
 
 
@@ -126,7 +130,6 @@ def run(plan: Plan, *, engine: ZeroEngine, mesh: Mesh, plain: dict[str, Any]) ->
     config = plan.config
     tracker = start_trackers(config.tracker, output_dir=plan.output_dir, device=plan.device, config=plain)
     progress = _resume(plan, engine=engine)
-    rate = learning_rates(config.optim, total_steps=plan.total_steps)
     if mesh.is_main:
         write_json(plan.output_dir / "deepspeed.json", deepspeed_json(config))
         summary.print_start(plan, device_name=device_name(plan.device), resumed=progress)
@@ -139,7 +142,7 @@ def run(plan: Plan, *, engine: ZeroEngine, mesh: Mesh, plain: dict[str, Any]) ->
         mesh=mesh,
         device=plan.device,
         model_config=plan.model.config,
-        learning_rate=rate,
+        learning_rate=plan.learning_rate,
         reporter=reporter,
         track=lambda metrics, step: tracker.log(metrics, step=step) if tracker else None,
         peak_flops=peak_flops(config.cluster.accelerator or device_name(plan.device), config.precision.value),

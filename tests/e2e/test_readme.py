@@ -37,7 +37,9 @@ COMMANDS = sorted({command for name in ("README.md", "recipes/README.md") for co
 
 
 def test_the_readme_has_the_two_commands_and_more() -> None:
-    first = "pip install -q uv && uv run accelerate launch --config_file tools/launch/cpu.yaml -m fourfold task=quickstart"
+    first = (
+        "pip install -q uv && uv run accelerate launch --config_file tools/launch/cpu.yaml -m fourfold task=quickstart"
+    )
     assert {first, "uv run pytest"} <= set(COMMANDS)
     assert len(COMMANDS) > 10
 
@@ -76,6 +78,7 @@ def test_quickstart_learns_and_its_export_loads(quickstart: Path) -> None:
     losses = [float(value) for value in re.findall(r'"train/loss": ([\d.]+)', done)]
     assert len(losses) == 60
     assert losses[-1] < losses[0] - 1.0
+    assert list((quickstart / "runs" / "quickstart" / "trackers").rglob("events.out.tfevents.*"))
     export = quickstart / "runs" / "quickstart" / "export"
     AutoModelForCausalLM.from_pretrained(export)
     AutoTokenizer.from_pretrained(export)
