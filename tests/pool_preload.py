@@ -10,9 +10,9 @@ import torch
 
 torch.set_num_threads(1)
 
-import accelerate.big_modeling  # noqa: E402
-import datasets  # noqa: E402
-import hydra.core.global_hydra  # noqa: E402
+import accelerate.big_modeling  # noqa: E402, F401
+import datasets  # noqa: E402, F401
+import hydra.core.global_hydra  # noqa: E402, F401
 import torch.nn.modules.linear_cross_entropy  # noqa: E402
 import transformers.models.gemma2.modeling_gemma2  # noqa: E402
 import transformers.models.gemma3.modeling_gemma3  # noqa: E402

@@ -10,7 +10,7 @@ import hydra
 from omegaconf import DictConfig
 
 from fourfold.config import register_schema
-from fourfold.errors import local_rank, run_and_exit
+from fourfold.errors import let_the_first_speak, local_rank, run_and_exit
 from fourfold.paths import CONF
 
 
@@ -30,7 +30,12 @@ def with_one_voice(compose: Callable[[], None]) -> None:
     """Hydra reports what it cannot compose on every rank; let only one of each node be heard."""
     if local_rank() != 0:
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115  # until training begins
-    compose()
+    try:
+        compose()
+    except SystemExit as leaving:
+        if leaving.code == 1:  # Hydra's, for what it cannot compose
+            let_the_first_speak()
+        raise
 
 
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name="train")

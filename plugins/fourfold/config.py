@@ -31,7 +31,7 @@ def to_train_config(composed: DictConfig) -> schema.TrainConfig:
     unknown = sorted(_unknown_keys(composed, schema.TrainConfig, prefix=""))
     if unknown:
         raise ValueError(f"Unknown keys: {', '.join(unknown)}. `fourfold train --cfg job` shows all keys there are.")
-    missing = sorted(OmegaConf.missing_keys(composed))
+    missing = sorted(_missing_keys(composed, prefix=""))
     if missing:
         raise ValueError(
             f"{missing[0]} has no value yet{', nor have ' + ', '.join(missing[1:]) if missing[1:] else ''}. "
@@ -40,7 +40,7 @@ def to_train_config(composed: DictConfig) -> schema.TrainConfig:
     try:
         config = OmegaConf.to_object(composed)
     except OmegaConfBaseException as error:
-        raise ValueError(str(error).splitlines()[0]) from None
+        raise ValueError(f"{error.full_key}: {str(error).splitlines()[0]}") from None
     assert isinstance(config, schema.TrainConfig)
     return config
 
@@ -48,20 +48,35 @@ def to_train_config(composed: DictConfig) -> schema.TrainConfig:
 def to_plain(composed: DictConfig) -> dict[str, Any]:
     """Resolved, without secrets: what is written to the output folder and sent to trackers."""
     tree = OmegaConf.to_container(composed, resolve=True, enum_to_str=True)
-    assert isinstance(tree, dict)
-    return _redact(tree)
+    redacted = _redact(tree)
+    assert isinstance(redacted, dict)
+    return redacted
 
 
-def _redact(tree: dict[Any, Any]) -> dict[Any, Any]:
-    hidden: dict[Any, Any] = {}
-    for name, value in tree.items():
-        if isinstance(value, dict):
-            hidden[name] = _redact(value)
-        elif isinstance(value, str) and any(str(name).lower().endswith(word) for word in SECRET):
-            hidden[name] = "***"
-        else:
-            hidden[name] = value
-    return hidden
+def is_secret(name: str) -> bool:
+    """Whether a key of this name holds what nobody may see: api_key, HF_TOKEN, passwords."""
+    return name.lower().rstrip("s").endswith(SECRET)
+
+
+def _redact(value: Any, *, secret: bool = False) -> Any:
+    if isinstance(value, dict):
+        return {name: _redact(inner, secret=secret or is_secret(str(name))) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [_redact(inner, secret=secret) for inner in value]
+    return "***" if secret and value is not None else value
+
+
+def _missing_keys(node: DictConfig, *, prefix: str) -> list[str]:
+    """As OmegaConf.missing_keys, which fails if another key is made of one that is missing."""
+    found = []
+    for name in map(str, node):
+        if OmegaConf.is_interpolation(node, name):
+            continue
+        if OmegaConf.is_missing(node, name):
+            found.append(f"{prefix}{name}")
+        elif isinstance(node[name], DictConfig):
+            found += _missing_keys(node[name], prefix=f"{prefix}{name}.")
+    return found
 
 
 def _unknown_keys(node: Any, kind: Any, *, prefix: str) -> list[str]:

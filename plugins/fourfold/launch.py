@@ -7,6 +7,7 @@ from pathlib import Path
 
 import psutil
 
+from fourfold.config import is_secret
 from fourfold.schema import TrainConfig
 
 LAUNCHERS = ("accelerate", "torchrun", "uv", "srun")
@@ -18,13 +19,24 @@ def launched_at() -> float:
     return (chain[-1] if chain else psutil.Process()).create_time()
 
 
-def command_to_go_on(step: int, *, config: TrainConfig) -> str:
-    """The command of this run with twice the updates and resume=auto."""
-    words = [
-        word for word in launch_command() if not re.match(r"\+{0,2}(max_steps|resume|overwrite|num_epochs)=", word)
-    ]
+def command_to_go_on(step: int, *, config: TrainConfig, stopped: bool = False) -> str:
+    """The command of this run with resume=auto: to its end if it was stopped, else with twice the updates."""
+    if stopped:
+        return _command_without("resume|overwrite", more=["resume=auto"])
     more = ["num_epochs=null"] if config.num_epochs is not None else []
-    return shlex.join([*words, *more, f"max_steps={2 * max(step, 1)}", "resume=auto"])
+    return _command_without(
+        "max_steps|resume|overwrite|num_epochs", more=[*more, f"max_steps={2 * max(step, 1)}", "resume=auto"]
+    )
+
+
+def _command_without(keys: str, *, more: list[str]) -> str:
+    words = [word for word in launch_command() if not re.match(rf"\+{{0,2}}({keys})=", word)]
+    return shlex.join([*map(_redacted, words), *more])
+
+
+def _redacted(word: str) -> str:
+    key, is_setting, _ = word.partition("=")
+    return f"{key}=***" if is_setting and is_secret(key) else word
 
 
 def launch_command() -> list[str]:

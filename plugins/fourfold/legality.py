@@ -9,6 +9,8 @@ from typing import Any
 from fourfold.layout import Layout, largest_divisor, resolve
 from fourfold.schema import Offload, Precision, TrainConfig
 
+EXPORT_DTYPES = ("bfloat16", "float16", "float32")
+
 
 def check(config: TrainConfig, *, world_size: int, environment: Mapping[str, str]) -> Layout:
     """The layout of the run. Raises one ValueError with every reason why there is none."""
@@ -28,6 +30,7 @@ def check(config: TrainConfig, *, world_size: int, environment: Mapping[str, str
     problems += unfinished_axes(config)
     problems += precision(config)
     problems += length(config)
+    problems += exported(config)
     problems += optimiser(config)
     problems += launcher(config, environment=environment)
     if layout is not None:
@@ -92,6 +95,8 @@ def length(config: TrainConfig) -> Iterator[str]:
         yield "Neither max_steps nor num_epochs says when to stop: give one of them (both: whichever comes first)."
     if config.max_steps is not None and config.max_steps < 1:
         yield f"max_steps={config.max_steps}: use 1 or more."
+    if config.log_every < 1:
+        yield f"log_every={config.log_every}: use 1 or more."
     if config.num_epochs is not None and config.num_epochs <= 0:
         yield f"num_epochs={config.num_epochs}: use more than 0."
     if config.data.streaming and config.max_steps is None:
@@ -101,6 +106,11 @@ def length(config: TrainConfig) -> Iterator[str]:
             f"data.eval_path={config.data.eval_path} and data.eval_documents={config.data.eval_documents} are two "
             f"sources of evaluation data: keep one."
         )
+
+
+def exported(config: TrainConfig) -> Iterator[str]:
+    if config.export_dtype not in (None, *EXPORT_DTYPES):
+        yield f"export_dtype={config.export_dtype}: use one of {', '.join(EXPORT_DTYPES)}."
 
 
 def zero(config: TrainConfig, *, layout: Layout) -> Iterator[str]:

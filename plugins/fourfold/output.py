@@ -41,8 +41,8 @@ def claimed(folder: Path, *, config: TrainConfig, plain: dict[str, Any]) -> Iter
         _refuse_other_run(folder, config=config)
         if config.overwrite and config.resume == "none":
             _remove_run(folder)
-        OmegaConf.save(OmegaConf.create(plain), folder / "config.yaml")
         write_json(folder / MARK, {"name": config.name, "versions": versions(), "python": platform.python_version()})
+        OmegaConf.save(OmegaConf.create(plain), folder / "config.yaml")
         yield
     finally:
         lock.release()
@@ -68,7 +68,14 @@ def _make_writable(folder: Path) -> None:
 
 
 def _refuse_other_run(folder: Path, *, config: TrainConfig) -> None:
-    if (folder / MARK).is_file() and config.resume == "none" and not config.overwrite:
+    found = [name for name in OURS if (folder / name).exists()]
+    if found and MARK not in found:
+        raise ValueError(
+            f"output_dir={folder} has {found[0]} that no run of fourfold wrote, and a run would write its own there: "
+            f"use another output_dir."
+        )
+    started = any((folder / name).exists() for name in (CHECKPOINTS, "metrics.jsonl"))  # beyond its set-up
+    if started and config.resume == "none" and not config.overwrite:
         raise ValueError(
             f"output_dir={folder} holds another run: go on with it by resume=auto, keep it and use another "
             f"output_dir=, or lose it by overwrite=true."

@@ -47,8 +47,8 @@ def print_end(outcome: Outcome, *, newest: Path, exported: Path | None, go_on: s
         rows.insert(1, ("skipped", f"{outcome.progress.skipped} updates without any target"))
     if exported:
         rows.append(("Hugging Face", str(exported)))
-    rows.append(("go on", go_on))
     print_table("stopped on request" if outcome.stopped else "done", rows)
+    print(f"\ngo on with     {go_on}", flush=True)  # one line whatever its length, to be copied
 
 
 def _zero(plan: "Plan") -> str:

@@ -77,7 +77,10 @@ def train(config: TrainConfig, *, plain: dict[str, Any]) -> int:
         if mesh.is_main:
             exported = _export(plan, newest) if config.export and not outcome.stopped else None
             summary.print_end(
-                outcome, newest=newest, exported=exported, go_on=command_to_go_on(outcome.progress.step, config=config)
+                outcome,
+                newest=newest,
+                exported=exported,
+                go_on=command_to_go_on(outcome.progress.step, config=config, stopped=outcome.stopped),
             )
         dist.barrier()
         dist.destroy_process_group()

@@ -60,9 +60,7 @@ def answer(folder: Path) -> str:
 
 
 @pytest.mark.parametrize("name", list(LAYOUTS))
-def test_curve_of_one_process(
-    ranks: RankPool, smollm2: Path, one_process: Path, tmp_path: Path, name: str
-) -> None:
+def test_curve_of_one_process(ranks: RankPool, smollm2: Path, one_process: Path, tmp_path: Path, name: str) -> None:
     world, layout = LAYOUTS[name]
     ranks.run(world, whole_run, overrides=overrides(smollm2, tmp_path, *layout))
     for key in ("train/loss", "train/grad_norm"):

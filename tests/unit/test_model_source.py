@@ -59,7 +59,7 @@ def test_supported_families_are_taken(tmp_path: Path, name: str) -> None:
     ],
 )
 def test_other_kinds_are_refused_by_name(llama: Path, changes: dict[str, Any], says: str) -> None:
-    with pytest.raises(ValueError, match="upported|quantised") as error:
+    with pytest.raises(ValueError, match=r"upported|quantised") as error:
         read_config(edit(llama, **changes), model=model(llama))
     assert says in str(error.value)
 

@@ -1,0 +1,116 @@
+"""Every file under conf/ and recipes/ composes; what each tier and task comes out as is kept in tests/golden."""
+
+import pytest
+from omegaconf import OmegaConf
+
+from fourfold.config import to_plain, to_train_config
+from fourfold.legality import check
+from fourfold.paths import CONF, RECIPES
+from tests.golden.composing import (
+    GOLDEN,
+    GROUPS,
+    NAMED,
+    REAL_TASKS,
+    TASKS,
+    TIERS,
+    changes,
+    composed,
+    differences,
+    flat,
+    options,
+    typed,
+)
+
+OPTIONS = [(group, option) for group in GROUPS for option in options(CONF, group)]
+DEBUG_WORLDS = {"none": 8, "cpu": 2, "cpu_hsdp": 4}
+
+
+@pytest.fixture
+def update(request: pytest.FixtureRequest) -> bool:
+    return bool(request.config.getoption("--update", default=False))
+
+
+def test_the_globs_see_all_files() -> None:
+    assert set(GROUPS) >= {"activation", "cluster", "data", "debug", "model", "optim", "tracker", "zero"}
+    assert len(OPTIONS) >= 28
+    assert {"dp", "zero1", "zero2", "zero3", "zero3_checkpointed", "hsdp", "zero3_offload", "none"} <= set(TIERS)
+    assert {"quickstart", "smollm2", "llama3_8b", "none"} <= set(TASKS)
+    seen = {(RECIPES if group in ("tier", "task") else CONF) / group for group in (*GROUPS, "tier", "task")}
+    strays = [path for root in (CONF, RECIPES) for path in root.rglob("*.y*ml") if not set(path.parents) & seen]
+    assert strays == [CONF / "train.yaml"]
+    assert not list(CONF.rglob("*.yml")) + list(RECIPES.rglob("*.yml")), "Hydra reads .yaml only"
+
+
+@pytest.mark.parametrize(("group", "option"), OPTIONS)
+def test_every_group_option_composes(group: str, option: str) -> None:
+    named = [value for value in NAMED if not value.startswith(f"{group}.") or option in ("none", "hf")]
+    wanted = (f"{group}={option}", *named, *(["data.path=d"] if group == "data" else []))
+    config = to_train_config(composed(*wanted))
+    assert to_plain(composed(*wanted))["name"] == config.name == "golden"
+
+
+@pytest.mark.parametrize("debug", DEBUG_WORLDS)
+@pytest.mark.parametrize("tier", TIERS)
+def test_every_tier_takes_every_task(tier: str, debug: str) -> None:
+    for task in REAL_TASKS:
+        plain = typed(
+            f"tier={tier}", f"task={task}", "data.path=d", "global_batch_size=16"
+        )  # two rows for each of 8 GPUs
+        config = plain if debug == "none" else typed(f"tier={tier}", f"task={task}", f"debug={debug}")
+        world = DEBUG_WORLDS[debug]
+        layout = check(config, world_size=world, environment={})
+        assert layout.world_size == world
+        if debug != "none":
+            assert config.model.create == "tiny_llama"
+            assert config.seq_len * config.global_batch_size * (config.max_steps or 10**9) < 10_000
+            assert config.zero.stage == plain.zero.stage
+        if (tier, debug) == ("hsdp", "cpu_hsdp"):
+            assert (layout.dp_shard_size, layout.dp_replicate_size) == (2, 2)
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_a_tier_without_a_task_says_what_is_missing(tier: str) -> None:
+    with pytest.raises(ValueError, match=r"no value yet, nor have .*name\. A task sets it \(task=quickstart\)"):
+        to_train_config(composed(f"tier={tier}"))
+
+
+def test_golden_base(update: bool) -> None:
+    assert not differences(GOLDEN / "base.yaml", flat(*NAMED), update=update)
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_golden_tier_with_every_task(tier: str, update: bool) -> None:
+    """What differs from base.yaml, by task."""
+    base = flat(*NAMED)
+    found = {task: changes(flat(f"tier={tier}", f"task={task}", "data.path=d"), base=base) for task in REAL_TASKS}
+    assert not differences(GOLDEN / "tier" / f"{tier}.yaml", found, update=update)
+
+
+@pytest.mark.parametrize("debug", [name for name in DEBUG_WORLDS if name != "none"])
+def test_golden_debug(debug: str, update: bool) -> None:
+    base = flat(*NAMED)
+    pairs = [("zero3_checkpointed", "llama3_8b"), ("hsdp", "smollm2"), ("dp", "quickstart")]
+    found = {
+        f"{tier} {task}": changes(flat(f"tier={tier}", f"task={task}", f"debug={debug}"), base=base)
+        for tier, task in pairs
+    }
+    assert not differences(GOLDEN / "debug" / f"{debug}.yaml", found, update=update)
+
+
+def test_no_golden_file_without_its_recipe() -> None:
+    kept = {str(path.relative_to(GOLDEN).with_suffix("")) for path in GOLDEN.rglob("*.yaml")}
+    assert kept == {"base", *(f"tier/{tier}" for tier in TIERS), "debug/cpu", "debug/cpu_hsdp"}
+
+
+def test_no_absolute_path_in_what_is_shipped() -> None:
+    for path in [*CONF.rglob("*.yaml"), *RECIPES.rglob("*")]:
+        if path.is_file():
+            assert str(CONF.parent) not in path.read_text(), path
+
+
+def test_the_composed_tree_is_the_saved_tree() -> None:
+    """config.yaml of a run, read back, gives the same typed settings."""
+    tree = composed("task=smollm2", "tier=hsdp")
+    saved = OmegaConf.create(OmegaConf.to_yaml(OmegaConf.create(to_plain(tree))))
+    again = OmegaConf.merge(OmegaConf.structured(type(to_train_config(tree))), saved)
+    assert OmegaConf.to_object(again) == to_train_config(tree)
