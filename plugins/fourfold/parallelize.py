@@ -42,7 +42,9 @@ def _sharpen_masters(engine: ZeroEngine, weights: Weights) -> None:
 def _partitioned(config: TrainConfig, *, mesh: Mesh) -> MakeParameter | None:
     if config.zero.stage < 3:
         return None
-    partitioner = internals.partitioner(group=mesh.shard_group, settings=deepspeed_json(config), mpu=Mpu(mesh))
+    partitioner = internals.partitioner(
+        group=mesh.shard_group, settings=deepspeed_json(config, layout=mesh.layout), mpu=Mpu(mesh)
+    )
 
     def make(shape: torch.Size, dtype: torch.dtype) -> nn.Parameter:
         return internals.new_partitioned_parameter(shape, dtype=dtype, partitioner=partitioner)

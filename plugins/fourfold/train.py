@@ -134,7 +134,7 @@ def run(plan: Plan, *, engine: ZeroEngine, mesh: Mesh, plain: dict[str, Any]) ->
     tracker = start_trackers(config.tracker, output_dir=plan.output_dir, device=plan.device, config=plain)
     progress = _resume(plan, engine=engine)
     if mesh.is_main:
-        write_json(plan.output_dir / "deepspeed.json", deepspeed_json(config))
+        write_json(plan.output_dir / "deepspeed.json", deepspeed_json(config, layout=plan.layout))
         summary.print_start(plan, device_name=device_name(plan.device), resumed=progress)
     reporter = Reporter(
         enabled=mesh.is_main, total_steps=plan.total_steps, first_step=progress.step, output_dir=plan.output_dir

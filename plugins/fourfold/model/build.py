@@ -30,14 +30,20 @@ class LossHead(nn.Module):
             logits = torch.tanh(logits / self.softcap) * self.softcap
             return F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
         loss = F.linear_cross_entropy(
-            hidden, self.weight, labels, ignore_index=IGNORED, reduction="sum", options=self._options()
+            hidden, self.weight, labels, ignore_index=IGNORED, reduction="sum", options=self._options(len(labels))
         )
         return loss.float()
 
-    def _options(self) -> nn.LinearCrossEntropyOptions:
-        if self.chunk_size is None:
-            return nn.LinearCrossEntropyOptions()
-        return nn.LinearCrossEntropyOptions(batch_chunk_size=self.chunk_size, chunking_method=None)
+    def _options(self, tokens: int) -> nn.LinearCrossEntropyOptions:
+        size = self.chunk_size or default_chunk(tokens, self.weight)
+        return nn.LinearCrossEntropyOptions(batch_chunk_size=size, chunking_method=None)
+
+
+def default_chunk(tokens: int, weight: Tensor) -> int:
+    """Tokens a chunk: as many as give logits of the hidden states' size (torch's own rule), but at least 256. Below
+    that, products with the whole vocabulary's weights cost more than their arithmetic: three times at 8 tokens."""
+    vocabulary, hidden = getattr(weight, "ds_shape", weight.shape)
+    return max(256, -(-tokens * hidden // vocabulary))
 
 
 class CausalLMLoss(nn.Module):

@@ -2,7 +2,8 @@
 when an upgrade changes one of these.
 
 1. quiet_start: no compiling of the shared-memory collective (138 s), no import of inductor by Muon (10-24 s).
-2. use_fp32_shards: gradients of stages 0 to 2 are summed in one flat fp32 shard, whatever the parameter dtype.
+2. use_fp32_shards, share_fp32_masters, skip_reduction, use_flat_gradients, use_blocked_norm: gradients are summed in
+   one flat fp32 shard whatever the dtype, and no second copy of a shard is made on the way to the optimizer.
 3. new_partitioned_parameter: a ZeRO-3 parameter from a shape, without ever broadcasting it.
 4. fragments, averaged_gradients: where a rank's slices of master weights, optimizer state and gradients lie.
 """
@@ -69,6 +70,78 @@ def use_fp32_shards(optimizer: Any, *, whole_gradients: bool) -> None:
         optimizer.use_grad_accum_attribute = True
     if optimizer.dtype == torch.float32:
         optimizer._use_compact_grad_partition_buffer = lambda group_index: True
+    if whole_gradients:  # by itself it folds them in after the whole backward: twice the gradients
+        reduce = optimizer.process_gradients
+        fold = optimizer._fill_param_grad_accum_attribute
+        optimizer.process_gradients = lambda p, group: (
+            fold(p) if optimizer._coalesce_grad_reduction else reduce(p, group)
+        )
+
+
+def share_fp32_masters(optimizer: Any) -> None:
+    """Let the master weights of fp32 parameters be the weights themselves (stages 0 to 2; stage 3 does it by itself):
+    DeepSpeed keeps a second copy of the shard and copies it back after every update."""
+    if optimizer.dtype != torch.float32 or optimizer.cpu_offload:
+        return
+    for index, master in enumerate(optimizer.single_partition_of_fp32_groups):
+        mine = dist.get_rank(optimizer.real_dp_process_group[index])
+        master.data = optimizer.parallel_partitioned_bit16_groups[index][mine].data
+    optimizer._link_all_hp_params()  # its views of the copy would keep it
+
+
+def skip_reduction(optimizer: Any) -> None:
+    """For a shard group of one rank: add gradients to the flat fp32 shard without any collective or copy."""
+    if not optimizer.cpu_offload and all(
+        map(optimizer._use_compact_grad_partition_buffer, range(len(optimizer.bit16_groups)))
+    ):
+        optimizer.average_tensor = optimizer._add_full_reduction_to_compact_grad_partition
+
+
+def use_flat_gradients(optimizer: Any) -> None:
+    """Stage 3: hand the optimizer the flat buffer that gradients are summed in, not a copy of it (one more shard)."""
+    if optimizer.offload_optimizer or optimizer.gradient_accumulation_dtype != torch.float32:
+        return
+
+    def prepare(group: int) -> None:
+        master = optimizer.fp32_partitioned_groups_flat[group]
+        start = optimizer.averaged_gradients[group][0].storage_offset()
+        master.grad = optimizer.grad_partitions_flat_buffer.narrow(0, start, master.numel())
+        optimizer.averaged_gradients[group] = None
+
+    optimizer._prepare_fp32_grad_for_sub_group = prepare
+
+
+NORM_BLOCK = 2**16
+
+
+def use_blocked_norm(optimizer: Any) -> None:
+    """Gradient norm by fp32 sums over blocks, added up in fp64: as exact as DeepSpeed's (3e-7 on 12M elements, a plain
+    fp32 norm 5e-4), without its fp64 copy of every gradient (7% of a small model's step; the largest parameter twice)."""
+
+    def norm(gradients: Any, params: Any, norm_type: float = 2.0) -> Tensor:
+        from deepspeed.runtime.utils import is_model_parallel_parameter, mask_nan_or_inf_with_val_inplace
+
+        assert norm_type == 2.0
+        real = (gradient for gradient in gradients if not getattr(gradient, "_zero_padding", False))
+        total = torch.zeros((), dtype=torch.float64, device=optimizer.device)
+        for gradient, parameter in zip(real, params, strict=False):
+            if is_model_parallel_parameter(parameter) and not getattr(parameter, "ds_pipe_replicated", False):
+                total += _sum_of_squares(gradient)
+        total = total.float()
+        dist.all_reduce(total, group=optimizer.dp_process_group)
+        optimizer._model_parallel_all_reduce(tensor=total, op=dist.ReduceOp.SUM)
+        total.sqrt_()
+        mask_nan_or_inf_with_val_inplace(total, device=optimizer.device)
+        return total
+
+    optimizer.get_grad_norm_direct = norm
+
+
+def _sum_of_squares(tensor: Tensor) -> Tensor:
+    flat = tensor.detach().reshape(-1)
+    whole = len(flat) // NORM_BLOCK * NORM_BLOCK
+    norms = torch.linalg.vector_norm(flat[:whole].view(-1, NORM_BLOCK), dim=1)
+    return norms.double().square().sum() + torch.linalg.vector_norm(flat[whole:]).double().square()
 
 
 def partitioner(*, group: dist.ProcessGroup, settings: dict[str, Any], mpu: Any) -> Any:

@@ -56,11 +56,17 @@ class ZeroEngine:
         self._mesh = mesh
         self.device = device
         self._deepspeed = internals.initialize(
-            module, optimizer=optimizer, settings=deepspeed_json(config), mpu=Mpu(mesh)
+            module, optimizer=optimizer, settings=deepspeed_json(config, layout=mesh.layout), mpu=Mpu(mesh)
         )
         self._reduces_once = config.zero.stage < 2  # stages 2 and 3 keep gradient shards only: once a micro-batch
         if config.zero.stage < 3:
             internals.use_fp32_shards(self._deepspeed.optimizer, whole_gradients=self._reduces_once)
+            internals.share_fp32_masters(self._deepspeed.optimizer)
+            if mesh.layout.partition_size == 1:
+                internals.skip_reduction(self._deepspeed.optimizer)
+        else:
+            internals.use_flat_gradients(self._deepspeed.optimizer)
+        internals.use_blocked_norm(self._deepspeed.optimizer)
         self._one_reduction = self._deepspeed.coalesce_grad_reduction
         self._names = {id(parameter): name for name, parameter in names.items()}
         self.optimizer = optimizer

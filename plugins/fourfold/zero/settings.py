@@ -2,10 +2,11 @@
 
 from typing import Any
 
+from fourfold.layout import Layout
 from fourfold.schema import Offload, OffloadConfig, Precision, TrainConfig, ZeroConfig
 
 
-def deepspeed_json(config: TrainConfig) -> dict[str, Any]:
+def deepspeed_json(config: TrainConfig, *, layout: Layout) -> dict[str, Any]:
     """Settings for deepspeed.initialize.
 
     Accumulation is ours (zero/engine.py), so DeepSpeed is told of one micro-batch a step and never divides by it.
@@ -17,7 +18,7 @@ def deepspeed_json(config: TrainConfig) -> dict[str, Any]:
         "steps_per_print": 10**9,
         "zero_allow_untested_optimizer": True,  # our optimizers are torch's; "untested" means not DeepSpeed's own
         "zero_force_ds_cpu_optimizer": False,  # its CPU Adam is compiled at first use, for minutes
-        "zero_optimization": _zero_section(config.zero),
+        "zero_optimization": _zero_section(config.zero, layout=layout),
     }
     if config.precision is Precision.bf16:
         # an overflow check makes DeepSpeed skip the update when the norm is not finite, as it does by itself in fp32
@@ -34,11 +35,12 @@ def engine_stage(zero: ZeroConfig) -> int:
     return 3 if zero.stage == 3 else 2
 
 
-def _zero_section(zero: ZeroConfig) -> dict[str, Any]:
+def _zero_section(zero: ZeroConfig, *, layout: Layout) -> dict[str, Any]:
     section: dict[str, Any] = {
         "stage": engine_stage(zero),
         "contiguous_gradients": True,
-        "reduce_scatter": True,
+        # stages 1 and 2 all-reduce whole buckets either way (use_multi_rank_bucket_allreduce); False: in place
+        "reduce_scatter": zero.stage == 3,
         "overlap_comm": zero.overlap_comm,
         "reduce_bucket_size": zero.reduce_bucket_size,
     }
@@ -53,6 +55,9 @@ def _zero_section(zero: ZeroConfig) -> dict[str, Any]:
         }
     else:
         section["allgather_bucket_size"] = zero.allgather_bucket_size
+        if layout.partition_size == 1:
+            # nothing is sent: without a bucket each gradient is added to the flat shard from where it is
+            section |= {"reduce_bucket_size": 1, "overlap_comm": False}
     return section | _offload_section(zero.offload)
 
 
