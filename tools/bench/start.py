@@ -33,7 +33,8 @@ def main() -> None:
     parser.add_argument("--peer", nargs=2, metavar=("MODEL", "ROWS"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.peer:
-        return peer(*options.peer)
+        peer(*options.peer)
+        return
     with tempfile.TemporaryDirectory() as scratch:
         compare(Path(scratch), repeats=options.repeats)
 
