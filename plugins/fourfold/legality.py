@@ -4,6 +4,8 @@ A rule yields a sentence that names both numbers and the knob; all of them are t
 """
 
 from collections.abc import Iterator, Mapping
+from math import inf
+from operator import attrgetter
 from typing import Any
 
 from fourfold.layout import Layout, largest_divisor, resolve
@@ -29,6 +31,7 @@ def check(config: TrainConfig, *, world_size: int, environment: Mapping[str, str
         problems.append(str(error))
     problems += unfinished_axes(config)
     problems += precision(config)
+    problems += ranges(config)
     problems += length(config)
     problems += exported(config)
     problems += optimiser(config)
@@ -90,15 +93,46 @@ def batch(config: TrainConfig, *, layout: Layout) -> Iterator[str]:
         )
 
 
+def ranges(config: TrainConfig) -> Iterator[str]:
+    """Numbers that mean nothing below a bound, and floats that are no numbers."""
+    least = {
+        "seed": 0,
+        "log_every": 1,
+        "save_every": 0,
+        "eval_every": 0,
+        "save_total_limit": 1,
+        "max_steps": 1,
+        "loss.chunk_size": 1,
+        "zero.reduce_bucket_size": 1,
+        "zero.allgather_bucket_size": 1,
+        "zero.stage3_param_persistence_threshold": 0,
+        "optim.warmup_steps": 0,
+        "optim.decay_steps": 0,
+        "cluster.gpus_per_node": 1,
+    }
+    for key, bound in least.items():
+        value = attrgetter(key)(config)
+        if value is not None and value < bound:
+            yield f"{key}={value}: use {bound} or more."
+    for key in ("learning_rate", "weight_decay", "max_grad_norm", "adam_epsilon", "momentum"):
+        value = getattr(config.optim, key)
+        if not 0 <= value < inf:
+            yield f"optim.{key}={value}: use 0 or more."
+    for key in ("adam_beta1", "adam_beta2"):
+        value = getattr(config.optim, key)
+        if not 0 <= value < 1:
+            yield f"optim.{key}={value}: use 0 or more and less than 1."
+    if not 0 <= config.optim.min_lr_ratio <= 1:
+        yield f"optim.min_lr_ratio={config.optim.min_lr_ratio}: use 0 to 1."
+    if config.num_epochs is not None and not 0 < config.num_epochs < inf:
+        yield f"num_epochs={config.num_epochs}: use more than 0."
+    if not 0 < config.cluster.timeout < inf:
+        yield f"cluster.timeout={config.cluster.timeout}: use more than 0 seconds."
+
+
 def length(config: TrainConfig) -> Iterator[str]:
     if config.max_steps is None and config.num_epochs is None:
         yield "Neither max_steps nor num_epochs says when to stop: give one of them (both: whichever comes first)."
-    if config.max_steps is not None and config.max_steps < 1:
-        yield f"max_steps={config.max_steps}: use 1 or more."
-    if config.log_every < 1:
-        yield f"log_every={config.log_every}: use 1 or more."
-    if config.num_epochs is not None and config.num_epochs <= 0:
-        yield f"num_epochs={config.num_epochs}: use more than 0."
     if config.data.streaming and config.max_steps is None:
         yield "data.streaming=true has no known length: give max_steps."
     if config.data.eval_path is not None and config.data.eval_documents:
@@ -148,9 +182,6 @@ def optimiser(config: TrainConfig) -> Iterator[str]:
         yield f"optim.name={optim.name}: use adamw or sgd."
     if optim.lr_scheduler_type not in ("linear", "cosine", "constant", "wsd"):
         yield f"optim.lr_scheduler_type={optim.lr_scheduler_type}: use linear, cosine, constant or wsd."
-    for key in ("learning_rate", "weight_decay", "max_grad_norm", "warmup_steps", "min_lr_ratio"):
-        if getattr(optim, key) < 0:
-            yield f"optim.{key}={getattr(optim, key)}: use 0 or more."
 
 
 def context(config: TrainConfig, *, longest: int) -> Iterator[str]:

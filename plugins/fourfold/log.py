@@ -38,11 +38,25 @@ def gibibytes(number: float) -> str:
     return f"{number / 2**30:.2f} GiB"
 
 
+def _keep_up_to(path: Path, step: int) -> None:
+    """Drop metrics of updates that are to be run again after a crash; a line cut short by it goes too."""
+    kept = []
+    for line in path.read_text().splitlines(keepends=True):
+        try:
+            if json.loads(line)["step"] <= step:
+                kept.append(line)
+        except ValueError:
+            continue
+    path.write_text("".join(kept))
+
+
 class Reporter:
     """Progress of the main process; on other processes every call does nothing."""
 
     def __init__(self, *, enabled: bool, total_steps: int, first_step: int, output_dir: Path) -> None:
         self._metrics_path = output_dir / "metrics.jsonl" if enabled else None
+        if self._metrics_path and self._metrics_path.exists():
+            _keep_up_to(self._metrics_path, first_step)
         self._enabled = enabled
         self._bar: Progress | None = None
         self._total = total_steps

@@ -24,10 +24,11 @@ LIBRARIES = ("fourfold", "torch", "deepspeed", "transformers", "accelerate", "da
 
 
 @contextmanager
-def claimed(folder: Path, *, config: TrainConfig, plain: dict[str, Any]) -> Iterator[None]:
-    """Hold the folder for this run, with its resolved config and versions in it. For the main process only.
+def claimed(folder: Path, *, config: TrainConfig) -> Iterator[None]:
+    """Hold the folder for this run. For the main process only.
 
-    Raises ValueError if it cannot be written, another process writes to it, or it holds another run.
+    Raises ValueError if it cannot be written, another process writes to it, it holds another run, or the run reads
+    from a place in it that it would itself replace.
     """
     _make_writable(folder)
     lock = FileLock(folder / ".lock")
@@ -39,13 +40,19 @@ def claimed(folder: Path, *, config: TrainConfig, plain: dict[str, Any]) -> Iter
         ) from None
     try:
         _refuse_other_run(folder, config=config)
-        if config.overwrite and config.resume == "none":
-            _remove_run(folder)
-        write_json(folder / MARK, {"name": config.name, "versions": versions(), "python": platform.python_version()})
-        OmegaConf.save(OmegaConf.create(plain), folder / "config.yaml")
+        _refuse_own_input(folder, config=config)
         yield
     finally:
         lock.release()
+
+
+def begin(folder: Path, *, config: TrainConfig, plain: dict[str, Any]) -> None:
+    """Mark the claimed folder as this run's, with its resolved config and versions; remove the run that `overwrite`
+    gives up. To be called when nothing that the user can mend is left to go wrong."""
+    if config.overwrite and config.resume == "none":
+        _remove_run(folder)
+    write_json(folder / MARK, {"name": config.name, "versions": versions(), "python": platform.python_version()})
+    OmegaConf.save(OmegaConf.create(plain), folder / "config.yaml")
 
 
 def versions() -> dict[str, str]:
@@ -80,6 +87,16 @@ def _refuse_other_run(folder: Path, *, config: TrainConfig) -> None:
             f"output_dir={folder} holds another run: go on with it by resume=auto, keep it and use another "
             f"output_dir=, or lose it by overwrite=true."
         )
+
+
+def _refuse_own_input(folder: Path, *, config: TrainConfig) -> None:
+    sources = {"model.path": config.model.path, "data.path": config.data.path, "data.eval_path": config.data.eval_path}
+    for key, value in sources.items():
+        path = Path(value).expanduser().absolute() if value else None
+        if path and any(path.is_relative_to(folder / name) for name in OURS):
+            raise ValueError(
+                f"{key}={value} lies in output_dir={folder}, where this run would replace it: use another output_dir."
+            )
 
 
 def _remove_run(folder: Path) -> None:

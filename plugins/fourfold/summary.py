@@ -89,8 +89,9 @@ def _data(plan: "Plan") -> str:
     if plan.config.data.streaming:
         return f"{plan.config.data.path}, streamed"
     stats = plan.data.stats
+    left_out = f", {stats.documents_without_target} without target left out" if stats.documents_without_target else ""
     held_out = f", {plan.data.eval_stats.rows} rows held out" if plan.data.eval_stats else ""
     return (
-        f"{plan.config.data.path}: {stats.documents} documents in {stats.rows} rows, {short(stats.targets)} targets, "
+        f"{plan.config.data.path}: {stats.documents} documents{left_out} in {stats.rows} rows, {short(stats.targets)} targets, "
         f"{stats.efficiency:.1%} filled{held_out}"
     )

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from fourfold import legality, summary
 from fourfold.checkpoint import save as checkpoints
 from fourfold.checkpoint.export import export
+from fourfold.checkpoint.find import checkpoint_to_resume, settings_that_must_not_change
 from fourfold.checkpoint.pieces import write_json
 from fourfold.data.loader import Loader, eval_batches, total_updates
 from fourfold.data.prepared import Prepared, prepare
@@ -31,7 +32,7 @@ from fourfold.model.build import build_on_meta
 from fourfold.model.load import check
 from fourfold.model.source import attention_implementation, config_changes, read_config, read_tokenizer, resolve_folder
 from fourfold.model.weights import Weights
-from fourfold.output import CHECKPOINTS, EXPORT, claimed
+from fourfold.output import CHECKPOINTS, EXPORT, begin, claimed
 from fourfold.parallelize import parallelize
 from fourfold.planner.hardware import peak_flops
 from fourfold.schema import Precision, TrainConfig
@@ -55,6 +56,7 @@ class Plan:
     data: Prepared
     total_steps: int
     learning_rate: Callable[[int], float]
+    resume_from: Path | None
 
     @property
     def output_dir(self) -> Path:
@@ -68,8 +70,10 @@ def train(config: TrainConfig, *, plain: dict[str, Any]) -> int:
     os.environ.setdefault("DS_ACCELERATOR", device.type)
     _quiet_libraries()
     output_dir = Path(config.output_dir).expanduser().absolute()
-    with claimed(output_dir, config=config, plain=plain) if rank() == 0 else nullcontext():
+    with claimed(output_dir, config=config) if rank() == 0 else nullcontext():
         plan = prepare_run(config, layout=layout, device=device)
+        if rank() == 0:
+            begin(output_dir, config=config, plain=plain)
         start_process_group(device, cluster=config.cluster)
         mesh = build_mesh(layout, device_type=device.type)
         engine = parallelize(plan.model, plan.weights, config=config, mesh=mesh, device=device)
@@ -125,6 +129,7 @@ def prepare_run(config: TrainConfig, *, layout: Layout, device: torch.device) ->
         data=data,
         total_steps=total,
         learning_rate=learning_rates(config.optim, total_steps=total),
+        resume_from=checkpoint_to_resume(config, total_steps=total),
     )
 
 
@@ -132,7 +137,7 @@ def run(plan: Plan, *, engine: ZeroEngine, mesh: Mesh, plain: dict[str, Any]) ->
     """Train from the start or a checkpoint to the end; returns the outcome and the newest checkpoint."""
     config = plan.config
     tracker = start_trackers(config.tracker, output_dir=plan.output_dir, device=plan.device, config=plain)
-    progress = _resume(plan, engine=engine)
+    progress = checkpoints.resume(plan.resume_from, engine=engine) if plan.resume_from else checkpoints.Progress()
     if mesh.is_main:
         write_json(plan.output_dir / "deepspeed.json", deepspeed_json(config, layout=plan.layout))
         summary.print_start(plan, device_name=device_name(plan.device), resumed=progress)
@@ -151,9 +156,15 @@ def run(plan: Plan, *, engine: ZeroEngine, mesh: Mesh, plain: dict[str, Any]) ->
         peak_flops=peak_flops(config.cluster.accelerator or device_name(plan.device), config.precision.value),
     )
 
+    saved: dict[int, Path] = {}
+
     def save(at: checkpoints.Progress) -> Path:
+        if at.step in saved:  # at an interval, and now at the end
+            return saved[at.step]
         folder = plan.output_dir / CHECKPOINTS
-        path = checkpoints.save(folder, engine=engine, mesh=mesh, progress=at, extra={"run": _about(plan)})
+        path = saved[at.step] = checkpoints.save(
+            folder, engine=engine, mesh=mesh, progress=at, extra={"run": _about(plan)}
+        )
         if mesh.is_main:
             checkpoints.rotate(folder, keep=config.save_total_limit)
         return path
@@ -178,22 +189,6 @@ def run(plan: Plan, *, engine: ZeroEngine, mesh: Mesh, plain: dict[str, Any]) ->
         newest = save(outcome.progress)
     finish_trackers(tracker)
     return outcome, newest
-
-
-def _resume(plan: Plan, *, engine: ZeroEngine) -> checkpoints.Progress:
-    wanted = plan.config.resume
-    if wanted == "none":
-        return checkpoints.Progress()
-    folder = checkpoints.newest(plan.output_dir / CHECKPOINTS) if wanted == "auto" else Path(wanted).expanduser()
-    if folder is None:  # auto, and nothing to go on from yet
-        return checkpoints.Progress()
-    progress = checkpoints.resume(folder, engine=engine)
-    if progress.step >= plan.total_steps:
-        raise ValueError(
-            f"{folder} is at update {progress.step} and the run ends at {plan.total_steps}: nothing is left to do. "
-            f"Raise max_steps or num_epochs."
-        )
-    return progress
 
 
 def _loader(plan: Plan, *, mesh: Mesh) -> Loader:
@@ -228,6 +223,7 @@ def _about(plan: Plan) -> dict[str, Any]:
         "folder": str(plan.folder.absolute()),
         "config_changes": config_changes(plan.model.config, model=plan.config.model),
         "seq_len": plan.config.seq_len,
+        "settings": settings_that_must_not_change(plan.config),
     }
 
 

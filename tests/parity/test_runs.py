@@ -91,6 +91,56 @@ def test_resume_refuses_a_finished_run_and_another_model(ranks: RankPool, cache:
     assert "model.norm.weight has shape [7], this model's [192]" in message
 
 
+@pytest.fixture(scope="module")
+def three_updates(ranks: RankPool, cache: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Output folder of a run with checkpoints at updates 1, 2 and 3."""
+    output = tmp_path_factory.mktemp("three")
+    more = ["seq_len=16", "save_every=1", "save_total_limit=null", "export=false"]
+    ranks.run(1, whole_run, overrides=[*QUICK, cache, f"output_dir={output}", *more])
+    return output
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("global_batch_size=8", "global_batch_size=8 (there 4)"),
+        ("seq_len=32", "seq_len=32 (there 16)"),
+        ("seed=1", "seed=1 (there 0)"),
+        ("optim=sgd", "optim.name=sgd (there adamw)"),
+        ("data.max_documents=20", "data.max_documents=20 (there 24)"),
+    ],
+)
+def test_resume_refuses_what_would_move_data_or_rate(
+    ranks: RankPool, cache: str, tmp_path: Path, three_updates: Path, override: str, says: str
+) -> None:
+    more = ["seq_len=16", f"output_dir={tmp_path}", f"resume={three_updates}", "max_steps=5", override]
+    (message,) = ranks.run(1, refused_run, overrides=[*QUICK, cache, *more])
+    assert says in message
+    assert not (tmp_path / "run.json").exists()
+
+
+def test_resume_from_the_middle_of_a_run_needs_its_own_folder(
+    ranks: RankPool, cache: str, tmp_path: Path, three_updates: Path
+) -> None:
+    """Else rotation would drop the new checkpoints, and resume=auto go on with the abandoned ones."""
+    middle = three_updates / "checkpoints" / "step-00000001"
+    more = ["seq_len=16", f"resume={middle}", "max_steps=5", "export=false", "save_total_limit=1"]
+    (message,) = ranks.run(1, refused_run, overrides=[*QUICK, cache, f"output_dir={three_updates}", *more])
+    assert "holds later checkpoints (step-00000003)" in message
+    ranks.run(1, whole_run, overrides=[*QUICK, cache, f"output_dir={tmp_path}", *more])
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000005"]
+    assert len(list((three_updates / "checkpoints").iterdir())) == 3
+
+
+@pytest.mark.parametrize("content", ["{}", "{", '{"format": 7, "progress": {}, "files": [], "shapes": {}, "run": {}}'])
+def test_a_damaged_index_is_told_in_a_sentence(ranks: RankPool, cache: str, tmp_path: Path, content: str) -> None:
+    bad = tmp_path / "step-00000001"
+    bad.mkdir()
+    (bad / "checkpoint.json").write_text(content)
+    (message,) = ranks.run(1, refused_run, overrides=[*QUICK, cache, f"output_dir={tmp_path / 'x'}", f"resume={bad}"])
+    assert "damaged" in message or "has format 7" in message
+
+
 def test_d02_an_update_without_any_target_changes_nothing(ranks: RankPool, cache: str, tmp_path: Path) -> None:
     """A prompt that fills whole rows: the update is skipped and counted, weights and moments stay bit-equal."""
     chats = tmp_path / "chats.jsonl"

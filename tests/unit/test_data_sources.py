@@ -202,3 +202,20 @@ def test_hub_id_goes_to_the_hub_and_failure_is_told(tmp_path: Path, monkeypatch:
     assert asked == [("org/name", {"name": "s", "split": "dev", "streaming": False})]
     with pytest.raises(ValueError, match=rf"tried {re.escape(str(tmp_path / 'no/such'))}.*offline"):
         documents(DataConfig(kind=SourceKind.datasets, path="no/such"))
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ('{"messages": [{"role": "user"}]}', "the `content` of a user message is missing"),
+        ('{"messages": [{"role": "user", "content": [{"type": "text"}]}]}', "is list, expected text"),
+        ('{"text": "a \\ud800 b"}', "character 2 is half of a surrogate pair"),
+        ('{"messages": [{"role": "user", "content": "\\udfff"}]}', "character 0 is half of a surrogate pair"),
+    ],
+)
+def test_what_no_tokenizer_takes_is_told_with_its_line(tmp_path: Path, line: str, says: str) -> None:
+    file = tmp_path / "data.jsonl"
+    file.write_text('{"text": "good"}\n' + line + "\n")
+    with pytest.raises(ValueError, match=f"{file}:2: ") as caught:
+        list(documents(DataConfig(kind=SourceKind.jsonl, path=str(file))))
+    assert says in str(caught.value)

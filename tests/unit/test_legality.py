@@ -108,7 +108,7 @@ RULES: list[tuple[tuple[str, ...], int, tuple[str, ...], tuple[str, ...]]] = [
     (("optim.max_grad_norm=-1",), 1, ("optim.max_grad_norm=-1", "0 or more"), ("optim.max_grad_norm=0",)),
     (("optim.warmup_steps=-1",), 1, ("optim.warmup_steps=-1", "0 or more"), ("optim.warmup_steps=0",)),
     (("optim.weight_decay=-1",), 1, ("optim.weight_decay=-1", "0 or more"), ("optim.weight_decay=0",)),
-    (("optim.min_lr_ratio=-1",), 1, ("optim.min_lr_ratio=-1", "0 or more"), ("optim.min_lr_ratio=0",)),
+    (("optim.min_lr_ratio=-1",), 1, ("optim.min_lr_ratio=-1", "0 to 1"), ("optim.min_lr_ratio=0",)),
     (("log_every=0",), 1, ("log_every=0", "1 or more"), ("log_every=1",)),
     (("export_dtype=int8",), 1, ("export_dtype=int8", "bfloat16, float16, float32"), ("export_dtype=float32",)),
     (("dp_shard_size=3",), 4, ("dp_shard_size=3", "4 were started"), ("dp_shard_size=4",)),
@@ -211,3 +211,26 @@ def test_rows_longer_than_the_model() -> None:
 def test_stretches_that_do_not_exist(every_n: int) -> None:
     with pytest.raises(ValueError, match=rf"activation\.every_n={every_n}"):
         with_model(replace(typed(*BASE, "activation=every_n", f"activation.every_n={every_n}"), seq_len=8))
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["seed=-1"], "seed=-1: use 0 or more"),
+        (["save_every=-1"], "save_every=-1: use 0 or more"),
+        (["eval_every=-2"], "eval_every=-2: use 0 or more"),
+        (["save_total_limit=0"], "save_total_limit=0: use 1 or more"),
+        (["loss.chunk_size=0"], "loss.chunk_size=0: use 1 or more"),
+        (["zero.reduce_bucket_size=-1"], "zero.reduce_bucket_size=-1: use 1 or more"),
+        (["optim.learning_rate=nan"], "optim.learning_rate=nan: use 0 or more"),
+        (["optim.adam_beta1=1.5"], "optim.adam_beta1=1.5: use 0 or more and less than 1"),
+        (["optim.adam_epsilon=-1"], "optim.adam_epsilon=-1.0: use 0 or more"),
+        (["optim.min_lr_ratio=2"], "optim.min_lr_ratio=2.0: use 0 to 1"),
+        (["num_epochs=nan"], "num_epochs=nan: use more than 0"),
+        (["cluster.timeout=-1"], "cluster.timeout=-1.0: use more than 0 seconds"),
+    ],
+)
+def test_numbers_out_of_range(words: list[str], says: str) -> None:
+    with pytest.raises(ValueError, match="use") as caught:
+        check(typed(*NAMED, *words), world_size=1, environment={})
+    assert says in str(caught.value)

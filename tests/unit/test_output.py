@@ -3,28 +3,36 @@
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
 
-from fourfold.output import CHECKPOINTS, EXPORT, LIBRARIES, MARK, OURS, claimed
+from fourfold.output import CHECKPOINTS, EXPORT, LIBRARIES, MARK, OURS, begin, claimed
 from tests.golden.composing import NAMED, typed
 
 HOLD = """
 import sys
 from pathlib import Path
-from fourfold.output import claimed
-from fourfold.schema import TrainConfig
-with claimed(Path(sys.argv[1]), config=TrainConfig(name="other"), plain={}):
+from fourfold.output import begin, claimed
+from fourfold.schema import DataConfig, ModelConfig, TrainConfig
+config = TrainConfig(name="other", model=ModelConfig(path=""), data=DataConfig(path=""))
+with claimed(Path(sys.argv[1]), config=config):
+    begin(Path(sys.argv[1]), config=config, plain={})
     print("held", flush=True)
     sys.stdin.read()
 """
 
 
-def claim(folder: Path, *words: str) -> Any:
-    return claimed(folder, config=typed(*NAMED, *words), plain={"name": "golden", "zero": {"stage": 2}})
+@contextmanager
+def claim(folder: Path, *words: str) -> Iterator[None]:
+    """As a run does that starts."""
+    config = typed(*NAMED, *words)
+    with claimed(folder, config=config):
+        begin(folder, config=config, plain={"name": "golden", "zero": {"stage": 2}})
+        yield
 
 
 def finished_run(folder: Path) -> None:
@@ -99,6 +107,27 @@ def test_what_no_run_of_ours_wrote_is_left_alone(tmp_path: Path, name: str, over
     with pytest.raises(ValueError, match=rf"output_dir=.* {name} .*another output_dir"):
         claim(tmp_path, f"overwrite={overwrite}").__enter__()
     assert path.read_text() == "theirs: 1\n" if path.suffix else (path / "theirs").is_file()
+
+
+def test_overwrite_loses_nothing_before_the_new_run_can_start(tmp_path: Path) -> None:
+    finished_run(tmp_path)
+    with pytest.raises(ValueError, match="no such data"), claimed(tmp_path, config=typed(*NAMED, "overwrite=true")):
+        raise ValueError("no such data")
+    assert (tmp_path / CHECKPOINTS / "step-00000003").is_dir()
+    assert (tmp_path / EXPORT / "config.json").is_file()
+
+
+@pytest.mark.parametrize("words", [(), ("overwrite=true",), ("resume=auto",)])
+def test_a_run_does_not_replace_what_it_reads(tmp_path: Path, words: tuple[str, ...]) -> None:
+    """To train on from an export, the output goes elsewhere."""
+    finished_run(tmp_path)
+    source = f"model.path={tmp_path / EXPORT}"
+    if words:
+        with pytest.raises(ValueError, match=r"model\.path=.* lies in output_dir=.*another output_dir"):
+            claim(tmp_path, "model=hf", source, *words).__enter__()
+    assert (tmp_path / EXPORT / "config.json").is_file()
+    with claim(tmp_path / "elsewhere", "model=hf", source, *words):
+        pass
 
 
 def test_a_start_that_failed_does_not_count_as_a_run(tmp_path: Path) -> None:

@@ -29,18 +29,25 @@ def export(
     dtype = dtype or config.get("dtype") or config.get("torch_dtype") or "float32"
     if dtype not in DTYPES:
         raise ValueError(f"export_dtype={dtype}: use one of {', '.join(DTYPES)}.")
-    aside = target.with_name(f".{target.name}.partial")
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
-    _copy_other_files(source, aside)
-    _write_config(config, aside / "config.json", dtype=dtype, changes=changes or {})
+    from safetensors import SafetensorError
+
     pieces = Pieces(checkpoint)
-    _write_weights(pieces, aside, dtype=DTYPES[dtype])
-    (aside / "README.md").write_text(_model_card(pieces.index, source=source))
-    for path in aside.iterdir():
-        sync(path)
-    shutil.rmtree(target, ignore_errors=True)
-    aside.rename(target)
+    aside = target.with_name(f".{target.name}.partial")
+    try:
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir(parents=True)
+        _copy_other_files(source, aside)
+        _write_config(config, aside / "config.json", dtype=dtype, changes=changes or {})
+        _write_weights(pieces, aside, dtype=DTYPES[dtype])
+        (aside / "README.md").write_text(_model_card(pieces.index, source=source))
+        for path in aside.iterdir():
+            sync(path)
+        shutil.rmtree(target, ignore_errors=True)
+        aside.rename(target)
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{target.absolute()} cannot be written: {error}.") from None
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
     return target
 
 

@@ -19,6 +19,7 @@ from fourfold.model.weights import read_header
 
 MASTER = "master"
 INDEX = "checkpoint.json"
+FORMAT = 1
 
 
 @dataclass(frozen=True)
@@ -74,12 +75,19 @@ class Pieces:
 
 
 def read_index(folder: Path) -> dict[str, Any]:
+    """Raises ValueError if it is missing, damaged or of another format."""
     try:
-        return json.loads((folder / INDEX).read_text())
-    except FileNotFoundError:
+        index = json.loads((folder / INDEX).read_text())
+    except OSError:
         raise ValueError(f"{folder.absolute()} is not a complete checkpoint: it has no {INDEX}.") from None
     except ValueError as error:
         raise ValueError(f"{folder.absolute() / INDEX} is damaged: {error}.") from None
+    missing = sorted({"format", "progress", "files", "shapes", "run"} - set(index))
+    if missing:
+        raise ValueError(f"{folder.absolute() / INDEX} is damaged: it lacks {', '.join(missing)}.")
+    if index["format"] != FORMAT:
+        raise ValueError(f"{folder.absolute() / INDEX} has format {index['format']}; this version reads {FORMAT}.")
+    return index
 
 
 def write_rank_file(folder: Path, *, rank: int, tensors: dict[tuple[str, str, int], Tensor]) -> str:

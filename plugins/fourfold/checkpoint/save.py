@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fourfold.checkpoint.pieces import INDEX, MASTER, Pieces, sync, write_json, write_rank_file
+from fourfold.checkpoint.pieces import FORMAT, INDEX, MASTER, Pieces, sync, write_json, write_rank_file
 from fourfold.mesh import Mesh
 from fourfold.zero.engine import ZeroEngine
 
@@ -29,17 +29,18 @@ def save(folder: Path, *, engine: ZeroEngine, mesh: Mesh, progress: Progress, ex
     target = folder / f"step-{progress.step:08d}"
     aside = folder / f".{target.name}.partial"
     if mesh.is_main:
-        shutil.rmtree(aside, ignore_errors=True)
+        for leftover in folder.glob(".step-*.partial"):  # of runs that were killed
+            shutil.rmtree(leftover, ignore_errors=True)
         aside.mkdir(parents=True)
     dist.barrier()
     file = None
     if mesh.layout.coordinate(mesh.rank)["dp_replicate"] == 0:
-        file = write_rank_file(aside, rank=mesh.rank, tensors=_owned(engine))
+        file = _write(aside, rank=mesh.rank, engine=engine)
     files: list[Any] = [None] * mesh.layout.world_size
     dist.all_gather_object(files, file)
     if mesh.is_main:
         index = {
-            "format": 1,
+            "format": FORMAT,
             "progress": asdict(progress),
             "files": [name for name in files if name],
             "shapes": {name: list(shape) for name, shape in engine.shapes().items()},
@@ -50,12 +51,29 @@ def save(folder: Path, *, engine: ZeroEngine, mesh: Mesh, progress: Progress, ex
         }
         write_json(aside / INDEX, index)
         sync(aside)
-        if target.exists():  # of an earlier run of the same step: replaced as late as can be
-            shutil.rmtree(target)
+        old = folder / f".{target.name}.old"
+        if target.exists():  # of an earlier try at the same step: a complete one is there at every moment but one
+            target.rename(old)
         aside.rename(target)
         sync(folder)
+        shutil.rmtree(old, ignore_errors=True)
     dist.barrier()
     return target
+
+
+def _write(aside: Path, *, rank: int, engine: ZeroEngine) -> str:
+    """Raises ValueError, with nothing left behind, if the disk does not take it."""
+    from safetensors import SafetensorError
+
+    try:
+        return write_rank_file(aside, rank=rank, tensors=_owned(engine))
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(aside, ignore_errors=True)
+        kept = newest(aside.parent)
+        raise ValueError(
+            f"The checkpoint {aside.name.strip('.').removesuffix('.partial')} could not be written to {aside.parent} "
+            f"({error}). The newest complete one there is {kept.name if kept else 'none'}."
+        ) from None
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:

@@ -148,12 +148,21 @@ def _document(row: Any, *, data: DataConfig, where: str) -> Iterator[Document]:
     if messages is not None:
         yield from _chat(messages, column=data.messages_column, where=where)
     elif isinstance(text, str):
+        _refuse_broken_text(text, where=where)
         if text.strip():
             yield {"text": text}
     elif text is not None:
         raise ValueError(f"{where}: `{data.text_column}` is {type(text).__name__}, expected text")
     elif data.messages_column not in row and data.text_column not in row:
         raise ValueError(f"{where}: no {_columns(data)}; its columns are {sorted(row)}")
+
+
+def _refuse_broken_text(text: str, *, where: str) -> None:
+    """JSON can spell half a surrogate pair, which is no text that a tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{where}: character {error.start} is half of a surrogate pair, no text") from None
 
 
 def _columns(data: DataConfig) -> str:
@@ -166,5 +175,9 @@ def _chat(messages: Any, *, column: str, where: str) -> Iterator[Document]:
     for message in messages:
         if not isinstance(message.get("role"), str):
             raise ValueError(f"{where}: a message of `{column}` has no `role`; its keys are {sorted(message)}")
+        if not isinstance(message.get("content"), str) and not message.get("tool_calls"):
+            found = type(message["content"]).__name__ if "content" in message else "missing"
+            raise ValueError(f"{where}: the `content` of a {message['role']} message is {found}, expected text")
+        _refuse_broken_text(message.get("content") or "", where=where)
     if messages:
         yield {"messages": messages}

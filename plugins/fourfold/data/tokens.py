@@ -84,8 +84,14 @@ def _conversation(messages: list[dict[str, Any]], *, tokenizer: "Tokenizer") -> 
             f"the data has messages but {_name(tokenizer)} has no chat template: bring an instruct model's tokenizer, "
             "set its chat_template, or train on a text column (data.text_column)"
         )
+    from jinja2 import TemplateError
+
     marked = _has_markers(tokenizer)
-    encoded = _by_markers(messages, tokenizer=tokenizer) if marked else _by_prefix(messages, tokenizer=tokenizer)
+    try:
+        encoded = _by_markers(messages, tokenizer=tokenizer) if marked else _by_prefix(messages, tokenizer=tokenizer)
+    except (TemplateError, TypeError) as error:
+        roles = [message["role"] for message in messages]
+        raise ValueError(f"the chat template of {_name(tokenizer)} cannot render turns {roles}: {error}") from None
     if _answers(messages if marked else messages[1:]) and not any(encoded.is_target):
         raise ValueError(
             f"the chat template of {_name(tokenizer)} marks no token of an assistant turn, so that nothing would be "

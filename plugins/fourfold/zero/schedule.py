@@ -14,7 +14,7 @@ def learning_rates(optim: OptimConfig, *, total_steps: int) -> Callable[[int], f
     ends at its minimum. Raises ValueError if warm-up and decay do not fit into the run.
     """
     factor = _transformers_curve(optim, total_steps=total_steps)
-    return lambda step: optim.learning_rate * factor(step)
+    return lambda step: optim.learning_rate * factor(min(step, total_steps))
 
 
 def _transformers_curve(optim: OptimConfig, *, total_steps: int) -> Callable[[int], float]:
