@@ -50,15 +50,6 @@ MODES = {
 }
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Several threads fight over such small products: up to ten times slower on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def config(kind: str, *, dropout: float = 0.0) -> PreTrainedConfig:
     sizes: dict[str, Any] = {**SIZES, "attention_dropout": dropout}
     makers: dict[str, Callable[[], PreTrainedConfig]] = {

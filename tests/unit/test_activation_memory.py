@@ -1,6 +1,5 @@
 """Elements kept for backward: the plan equals what autograd really saves, and the published formulas come out."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -20,15 +19,6 @@ MODES = {
     "every_default": ActivationConfig(Checkpointing.every_n),
     "selective": ActivationConfig(Checkpointing.selective),
 }
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Several threads fight over such small products: up to ten times slower on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def config(layers: int, *, attention: str = "sdpa") -> LlamaConfig:

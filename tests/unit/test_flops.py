@@ -1,7 +1,7 @@
 """FLOPs from the config equal what torch counts on the real module, and recomputation never enters the model's own."""
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import pytest
@@ -66,15 +66,6 @@ LLAMA_405B = LlamaConfig(
     vocab_size=128256,
     tie_word_embeddings=False,
 )
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Several threads fight over such small products: up to ten times slower on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def build(config: PreTrainedConfig, settings: ActivationConfig, attention: str) -> PreTrainedModel:
