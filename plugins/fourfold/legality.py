@@ -100,7 +100,8 @@ def ranges(config: TrainConfig) -> Iterator[str]:
         "log_every": 1,
         "save_every": 0,
         "eval_every": 0,
-        "save_total_limit": 1,
+        "keep_last": 1,
+        "keep_every": 1,
         "max_steps": 1,
         "loss.chunk_size": 1,
         "zero.reduce_bucket_size": 1,
@@ -126,6 +127,13 @@ def ranges(config: TrainConfig) -> Iterator[str]:
         yield f"optim.min_lr_ratio={config.optim.min_lr_ratio}: use 0 to 1."
     if config.num_epochs is not None and not 0 < config.num_epochs < inf:
         yield f"num_epochs={config.num_epochs}: use more than 0."
+    if config.max_time is not None and not 0 < config.max_time < inf:
+        yield f"max_time={config.max_time}: use more than 0 seconds."
+    if config.keep_every and (not config.save_every or config.keep_every % config.save_every):
+        yield (
+            f"keep_every={config.keep_every} is no multiple of save_every={config.save_every}, so that not every such "
+            f"checkpoint is written: use a multiple of it."
+        )
     if not 0 < config.cluster.timeout < inf:
         yield f"cluster.timeout={config.cluster.timeout}: use more than 0 seconds."
 

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fourfold.checkpoint.save import Progress
+from fourfold.checkpoint.save import Progress, Saver
 from fourfold.counts import Counts, count
 from fourfold.data.loader import Update
 from fourfold.device import peak_memory, seed_everything
@@ -35,11 +35,12 @@ class Outcome:
     last_loss: float = math.nan
     tokens_per_second: float = 0.0
     seconds_to_first_step: float = 0.0
-    stopped: bool = False  # by a signal
+    data_wait: float = 0.0  # share of the time from the second update on that was spent waiting for rows
+    stopped: str = ""  # why, if it did not come to its end
 
 
 class TrainingLoop:
-    """Runs updates on one rank. `save` and `evaluate` are collective and called on all ranks alike."""
+    """Runs updates on one rank. `saver` and `evaluate` are called on all ranks alike."""
 
     def __init__(
         self,
@@ -67,19 +68,20 @@ class TrainingLoop:
         updates: Iterable[Update],
         *,
         progress: Progress,
-        save: Callable[[Progress], Any],
+        saver: Saver,
         evaluate: Callable[[Progress], None],
         started: float,
     ) -> Outcome:
         """`started` is the time.time() at which the launch began."""
         outcome = Outcome(progress)
         stop = StopRequest()
-        timed_tokens, timed_seconds = 0, 0.0
+        timed_tokens, timed_seconds, timed_waits, longest = 0, 0.0, 0.0, 0.0
         begin = time.perf_counter()
-        for update in updates:
-            counts = self._count(update, stop=stop.requested)
+        for update, wait in _with_waits(updates):
+            left = self._seconds_left(started, longest=longest, saver=saver)
+            counts = self._count(update, stop=stop.requested or left < 0)
             if counts.stop:
-                outcome.stopped = True
+                outcome.stopped = "on request" if left >= 0 else f"before max_time={self._config.max_time:g}"
                 break
             loss, norm, rate = self._update(update, counts=counts, step=progress.step + 1)
             now = time.perf_counter()
@@ -90,22 +92,31 @@ class TrainingLoop:
                 tokens=progress.tokens + counts.tokens,
                 skipped=progress.skipped + (counts.targets == 0),
             )
-            outcome.progress = progress
+            outcome.progress, longest = progress, max(longest, seconds)
             if math.isnan(outcome.first_loss):
                 outcome.first_loss, outcome.seconds_to_first_step = loss, time.time() - started
             else:  # the first update warms up
                 timed_tokens, timed_seconds = timed_tokens + counts.tokens, timed_seconds + seconds
+                timed_waits += wait
             if counts.targets:
                 outcome.last_loss = loss
-            self._report(progress, counts=counts, loss=loss, norm=norm, rate=rate, seconds=seconds, epoch=update.epoch)
+            times = {"train/epoch": update.epoch, "train/seconds": seconds, "train/data_seconds": wait}
+            self._report(progress, counts=counts, loss=loss, norm=norm, rate=rate, times=times)
             if self._due(self._config.eval_every, progress):
                 evaluate(progress)
                 begin = time.perf_counter()
             if self._due(self._config.save_every, progress):
-                save(progress)
+                saver.save(progress)
                 begin = time.perf_counter()
-        outcome.tokens_per_second = timed_tokens / timed_seconds if timed_seconds else 0.0
+        if timed_seconds:
+            outcome.tokens_per_second, outcome.data_wait = timed_tokens / timed_seconds, timed_waits / timed_seconds
         return outcome
+
+    def _seconds_left(self, started: float, *, longest: float, saver: Saver) -> float:
+        """Until the last moment at which one more update may begin: it and a save have to fit into max_time."""
+        if self._config.max_time is None:
+            return math.inf
+        return self._config.max_time - (time.time() - started) - 2 * longest - saver.expected_seconds()
 
     def _count(self, update: Update, *, stop: bool) -> Counts:
         return count(
@@ -150,10 +161,18 @@ class TrainingLoop:
             )
 
     def _report(
-        self, progress: Progress, *, counts: Counts, loss: float, norm: float, rate: float, seconds: float, epoch: int
+        self,
+        progress: Progress,
+        *,
+        counts: Counts,
+        loss: float,
+        norm: float,
+        rate: float,
+        times: dict[str, float],
     ) -> None:
         if not self._mesh.is_main:
             return
+        seconds = times["train/seconds"]
         flops, speed = self._flops(counts), counts.tokens / seconds
         metrics = {
             "train/loss": loss,
@@ -163,8 +182,7 @@ class TrainingLoop:
             "train/tokens": progress.tokens,
             "train/targets": counts.targets,
             "train/padding": counts.padding,
-            "train/epoch": epoch,
-            "train/seconds": seconds,
+            **times,
             "train/model_flops_per_second": flops.model / seconds,
             "train/memory_bytes": peak_memory(self._device),
         }
@@ -193,6 +211,17 @@ class TrainingLoop:
     @staticmethod
     def _due(every: int, progress: Progress) -> bool:
         return every > 0 and progress.step % every == 0
+
+
+def _with_waits(updates: Iterable[Update]) -> Iterator[tuple[Update, float]]:
+    """Each update with the seconds that it was waited for."""
+    iterator = iter(updates)
+    while True:
+        start = time.perf_counter()
+        update = next(iterator, None)
+        if update is None:
+            return
+        yield update, time.perf_counter() - start
 
 
 def evaluate_loss(batches: Iterable[dict[str, Tensor]], *, engine: ZeroEngine, mesh: Mesh) -> tuple[float, int]:

@@ -13,7 +13,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 from omegaconf import OmegaConf
 
-from fourfold.checkpoint.pieces import write_json
+from fourfold.checkpoint.files import write_json
 from fourfold.schema import TrainConfig
 
 MARK = "run.json"

@@ -179,9 +179,12 @@ class TrainConfig:
     num_epochs: float | None = None
     eval_every: int = 0  # updates; 0: at the end only (when there is evaluation data)
     save_every: int = 0  # updates; 0: at the end only
+    save_async: bool = False  # go on while the disk writes; holds the saved state once more in host memory
+    keep_last: int | None = 2  # newest checkpoints kept; None: all
+    keep_every: int | None = None  # updates; checkpoints at multiples of it are kept for ever
+    max_time: float | None = None  # seconds since the launch after which the run has saved and ended
     log_every: int = 1
-    save_total_limit: int | None = 2
-    resume: str = "none"  # none | auto | path of a checkpoint
+    resume: str = "none"  # none | auto (newest sound checkpoint of output_dir, else from the model) | path of one
     overwrite: bool = False  # start afresh in an output folder that holds another run
     export: bool = True  # write a Hugging Face folder at the end
     export_dtype: str | None = None  # bfloat16 | float32 | float16; None: the dtype of the model that was brought

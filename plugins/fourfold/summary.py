@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fourfold.checkpoint.save import Progress
 from fourfold.log import print_table, short
 from fourfold.loop import Outcome
 from fourfold.planner.flops import parameter_count
@@ -13,7 +12,8 @@ if TYPE_CHECKING:
     from fourfold.train import Plan
 
 
-def print_start(plan: "Plan", *, device_name: str, resumed: Progress) -> None:
+def print_start(plan: "Plan", *, device_name: str, step: int, resumed: str) -> None:
+    """`step` is the update that the run goes on from, `resumed` what there is to say of its checkpoint."""
     config, layout, model = plan.config, plan.layout, plan.model.config
     accumulation = config.global_batch_size // (config.micro_batch_size * layout.data_size)
     rows = [
@@ -29,9 +29,11 @@ def print_start(plan: "Plan", *, device_name: str, resumed: Progress) -> None:
         ("attention", f"{model._attn_implementation}, documents isolated"),
         ("checkpointing", _checkpointing(plan)),
         ("data", _data(plan)),
-        ("length", f"{plan.total_steps} updates" + (f", from update {resumed.step} on" if resumed.step else "")),
+        ("length", f"{plan.total_steps} updates" + (f", from update {step} on" if step else "")),
         ("output", str(plan.output_dir)),
     ]
+    if resumed:
+        rows.insert(-1, ("resumed", resumed))
     print_table(f"fourfold: {config.name}", rows)
 
 
@@ -39,7 +41,7 @@ def print_end(outcome: Outcome, *, newest: Path, exported: Path | None, go_on: s
     rows = [
         ("updates", f"{outcome.progress.step}, {short(outcome.progress.tokens)} tokens"),
         ("loss", f"{outcome.first_loss:.4f} first, {outcome.last_loss:.4f} last"),
-        ("speed", f"{short(outcome.tokens_per_second)} tokens/s"),
+        ("speed", f"{short(outcome.tokens_per_second)} tokens/s, {outcome.data_wait:.1%} of the time waiting for data"),
         ("start", f"{outcome.seconds_to_first_step:.1f} s from launch to the end of the first update"),
         ("checkpoint", str(newest)),
     ]
@@ -47,7 +49,7 @@ def print_end(outcome: Outcome, *, newest: Path, exported: Path | None, go_on: s
         rows.insert(1, ("skipped", f"{outcome.progress.skipped} updates without any target"))
     if exported:
         rows.append(("Hugging Face", str(exported)))
-    print_table("stopped on request" if outcome.stopped else "done", rows)
+    print_table(f"stopped {outcome.stopped}" if outcome.stopped else "done", rows)
     print(f"\ngo on with     {go_on}", flush=True)  # one line whatever its length, to be copied
 
 

@@ -13,10 +13,14 @@ import torch
 import torch.distributed as dist
 
 from fourfold import legality, summary
-from fourfold.checkpoint import save as checkpoints
+from fourfold.checkpoint.board import Board
 from fourfold.checkpoint.export import export
-from fourfold.checkpoint.find import checkpoint_to_resume, settings_that_must_not_change
-from fourfold.checkpoint.pieces import write_json
+from fourfold.checkpoint.files import write_json
+from fourfold.checkpoint.find import ToResume, checkpoint_to_resume, data_identity, settings_that_must_not_change
+from fourfold.checkpoint.resume import resume
+from fourfold.checkpoint.save import Progress, Saver
+from fourfold.checkpoint.sound import newest_sound, put_aside
+from fourfold.data.fingerprint import tokenizer_digest
 from fourfold.data.loader import Loader, eval_batches, total_updates
 from fourfold.data.prepared import Prepared, prepare
 from fourfold.data.rows import StreamRowSet
@@ -26,10 +30,10 @@ from fourfold.errors import INTERRUPTED_EXIT, rank, world_size
 from fourfold.launch import command_to_go_on, launched_at
 from fourfold.layout import Layout
 from fourfold.log import Reporter
-from fourfold.loop import Outcome, TrainingLoop, evaluate_loss
+from fourfold.loop import NotFinite, Outcome, TrainingLoop, evaluate_loss
 from fourfold.mesh import Mesh, build_mesh
 from fourfold.model.build import build_on_meta
-from fourfold.model.load import check
+from fourfold.model.load import check, stored_shapes
 from fourfold.model.source import attention_implementation, config_changes, read_config, read_tokenizer, resolve_folder
 from fourfold.model.weights import Weights
 from fourfold.output import CHECKPOINTS, EXPORT, begin, claimed
@@ -40,6 +44,8 @@ from fourfold.trackers import finish_trackers, refuse_unknown_trackers, start_tr
 from fourfold.zero.engine import ZeroEngine
 from fourfold.zero.schedule import learning_rates
 from fourfold.zero.settings import deepspeed_json
+
+RANDOM = "seeded anew for every update by (seed, update, data rank): there is no state to keep"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +62,8 @@ class Plan:
     data: Prepared
     total_steps: int
     learning_rate: Callable[[int], float]
-    resume_from: Path | None
+    data_identity: dict[str, Any]  # of the rows, for checkpoints
+    resume: ToResume | None
 
     @property
     def output_dir(self) -> Path:
@@ -78,16 +85,16 @@ def train(config: TrainConfig, *, plain: dict[str, Any]) -> int:
         mesh = build_mesh(layout, device_type=device.type)
         engine = parallelize(plan.model, plan.weights, config=config, mesh=mesh, device=device)
         outcome, newest = run(plan, engine=engine, mesh=mesh, plain=plain)
+        dist.barrier()
+        dist.destroy_process_group()  # the others need not wait for an export
         if mesh.is_main:
             exported = _export(plan, newest) if config.export and not outcome.stopped else None
             summary.print_end(
                 outcome,
                 newest=newest,
                 exported=exported,
-                go_on=command_to_go_on(outcome.progress.step, config=config, stopped=outcome.stopped),
+                go_on=command_to_go_on(outcome.progress.step, config=config, stopped=bool(outcome.stopped)),
             )
-        dist.barrier()
-        dist.destroy_process_group()
     return INTERRUPTED_EXIT if outcome.stopped else 0
 
 
@@ -118,6 +125,14 @@ def prepare_run(config: TrainConfig, *, layout: Layout, device: torch.device) ->
         num_epochs=config.num_epochs,
         max_steps=config.max_steps,
     )
+    identity = data_identity(
+        config.data,
+        digest=data.digest,
+        rows=data.stats.rows,
+        tokens=data.stats.tokens,
+        vocabulary=len(tokenizer),
+        tokenizer=tokenizer_digest(tokenizer),
+    )
     return Plan(
         config=config,
         layout=layout,
@@ -129,18 +144,20 @@ def prepare_run(config: TrainConfig, *, layout: Layout, device: torch.device) ->
         data=data,
         total_steps=total,
         learning_rate=learning_rates(config.optim, total_steps=total),
-        resume_from=checkpoint_to_resume(config, total_steps=total),
+        data_identity=identity,
+        resume=checkpoint_to_resume(config, total_steps=total, shapes=stored_shapes(model), identity=identity),
     )
 
 
 def run(plan: Plan, *, engine: ZeroEngine, mesh: Mesh, plain: dict[str, Any]) -> tuple[Outcome, Path]:
     """Train from the start or a checkpoint to the end; returns the outcome and the newest checkpoint."""
     config = plan.config
+    board = Board(rank=mesh.rank, world_size=mesh.layout.world_size)
     tracker = start_trackers(config.tracker, output_dir=plan.output_dir, device=plan.device, config=plain)
-    progress = checkpoints.resume(plan.resume_from, engine=engine) if plan.resume_from else checkpoints.Progress()
+    progress, resumed = _go_on(plan, engine=engine, mesh=mesh, board=board)
     if mesh.is_main:
         write_json(plan.output_dir / "deepspeed.json", deepspeed_json(config, layout=plan.layout))
-        summary.print_start(plan, device_name=device_name(plan.device), resumed=progress)
+        summary.print_start(plan, device_name=device_name(plan.device), step=progress.step, resumed=resumed)
     reporter = Reporter(
         enabled=mesh.is_main, total_steps=plan.total_steps, first_step=progress.step, output_dir=plan.output_dir
     )
@@ -155,21 +172,20 @@ def run(plan: Plan, *, engine: ZeroEngine, mesh: Mesh, plain: dict[str, Any]) ->
         track=lambda metrics, step: tracker.log(metrics, step=step) if tracker else None,
         peak_flops=peak_flops(config.cluster.accelerator or device_name(plan.device), config.precision.value),
     )
+    saver = Saver(
+        plan.output_dir / CHECKPOINTS,
+        engine=engine,
+        mesh=mesh,
+        board=board,
+        about={"run": _about(plan), "random": RANDOM},
+        config=plain,
+        keep_last=config.keep_last,
+        keep_every=config.keep_every,
+        in_background=config.save_async,
+        say=reporter.say,
+    )
 
-    saved: dict[int, Path] = {}
-
-    def save(at: checkpoints.Progress) -> Path:
-        if at.step in saved:  # at an interval, and now at the end
-            return saved[at.step]
-        folder = plan.output_dir / CHECKPOINTS
-        path = saved[at.step] = checkpoints.save(
-            folder, engine=engine, mesh=mesh, progress=at, extra={"run": _about(plan)}
-        )
-        if mesh.is_main:
-            checkpoints.rotate(folder, keep=config.save_total_limit)
-        return path
-
-    def evaluate(at: checkpoints.Progress) -> None:
+    def evaluate(at: Progress) -> None:
         if plan.data.eval is None:
             return
         loss, targets = evaluate_loss(_eval_batches(plan, mesh=mesh), engine=engine, mesh=mesh)
@@ -183,12 +199,26 @@ def run(plan: Plan, *, engine: ZeroEngine, mesh: Mesh, plain: dict[str, Any]) ->
         updates = _loader(plan, mesh=mesh).updates(
             progress.rows, num_epochs=config.num_epochs, max_steps=config.max_steps
         )
-        outcome = loop.run(updates, progress=progress, save=save, evaluate=evaluate, started=launched_at())
+        try:
+            outcome = loop.run(updates, progress=progress, saver=saver, evaluate=evaluate, started=launched_at())
+        except NotFinite:
+            saver.settle()  # what is being written is from before
+            raise
         if not outcome.stopped:
             evaluate(outcome.progress)
-        newest = save(outcome.progress)
+        newest = saver.finish(outcome.progress)
     finish_trackers(tracker)
     return outcome, newest
+
+
+def _go_on(plan: Plan, *, engine: ZeroEngine, mesh: Mesh, board: Board) -> tuple[Progress, str]:
+    """Load the newest sound checkpoint if the run goes on from one; also what there is to say of it."""
+    if plan.resume is None:
+        return Progress(), ""
+    checkpoint, passed_over = newest_sound(plan.resume, board=board, mesh=mesh)
+    progress = resume(checkpoint, engine=engine)
+    remarks = put_aside(passed_over) if mesh.is_main else []
+    return progress, "; ".join([str(checkpoint), *remarks])
 
 
 def _loader(plan: Plan, *, mesh: Mesh) -> Loader:
@@ -224,6 +254,7 @@ def _about(plan: Plan) -> dict[str, Any]:
         "config_changes": config_changes(plan.model.config, model=plan.config.model),
         "seq_len": plan.config.seq_len,
         "settings": settings_that_must_not_change(plan.config),
+        "data": plan.data_identity,
     }
 
 

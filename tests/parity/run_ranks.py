@@ -49,22 +49,34 @@ def run_with_nan(rank: int, *, overrides: list[str], what: str, bad_rank: int, b
         build.CausalLMLoss.forward = healthy  # type: ignore[method-assign]
 
 
-def run_stopped_by_signal(rank: int, *, overrides: list[str], signal_rank: int, after_step: int) -> int:
-    """A run in which one rank is asked to stop, as by Ctrl-C, once `after_step` updates are done."""
+def run_from_now(rank: int, *, overrides: list[str]) -> int:
+    """A run whose launch took no time."""
+    import time
+
+    from fourfold import train as module
+
+    module.launched_at = time.time
+    return whole_run(rank, overrides=overrides)
+
+
+def run_stopped_by_signal(rank: int, *, overrides: list[str], signal_rank: int, micro_batch: int) -> int:
+    """A run in which one rank is asked to stop, as by Ctrl-C, amid its `micro_batch`-th forward pass."""
     import os
     import signal
 
-    from fourfold import loop
+    from fourfold.model import build
 
-    report = loop.TrainingLoop._report
+    healthy, calls = build.CausalLMLoss.forward, 0
 
-    def ask(self: Any, progress: Any, **more: Any) -> None:
-        report(self, progress, **more)
-        if rank == signal_rank and progress.step == after_step:
+    def forward(self: Any, **batch: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if (rank, calls) == (signal_rank, micro_batch):
             os.kill(os.getpid(), signal.SIGINT)
+        return healthy(self, **batch)
 
-    loop.TrainingLoop._report = ask  # type: ignore[method-assign]
+    build.CausalLMLoss.forward = forward  # type: ignore[method-assign]
     try:
         return whole_run(rank, overrides=overrides)
     finally:
-        loop.TrainingLoop._report = report  # type: ignore[method-assign]
+        build.CausalLMLoss.forward = healthy  # type: ignore[method-assign]

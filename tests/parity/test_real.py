@@ -37,7 +37,7 @@ def overrides(smollm2: Path, output: Path, *more: str) -> list[str]:
         "global_batch_size=4",
         "max_steps=2",
         "optim.warmup_steps=0",
-        "save_total_limit=1",
+        "keep_last=1",
         "zero.reduce_bucket_size=30000000",
         *more,
     ]

@@ -8,7 +8,7 @@ import torch
 
 from fourfold.checkpoint.pieces import Pieces
 from fourfold.errors import INTERRUPTED_EXIT
-from tests.parity.run_ranks import metrics, refused_run, run_stopped_by_signal, run_with_nan, whole_run
+from tests.parity.run_ranks import metrics, refused_run, run_from_now, run_stopped_by_signal, run_with_nan, whole_run
 from tests.pool import RankPool
 
 QUICK = ["task=quickstart", "debug=cpu", "optim.learning_rate=1e-3"]
@@ -39,15 +39,8 @@ def test_m04_linear_decay_is_the_same_on_any_number_of_ranks(
     assert rates == pytest.approx([1e-3 * (8 - step) / 8 for step in range(1, 9)])
 
 
-CURVE = [*QUICK, "seq_len=16", "max_steps=12", "optim.warmup_steps=4", "save_every=6", "save_total_limit=null"]
-MOVES = [
-    (1, "tier=zero2", 4, "tier=zero3"),
-    (2, "tier=zero3", 1, "tier=zero1"),
-    (4, "tier=hsdp", 2, "tier=zero2"),
-    (2, "tier=dp", 4, "tier=hsdp"),
-    (2, "tier=zero1", 2, "tier=zero1"),
-    (2, "tier=zero3", 2, "tier=zero3"),
-]
+CURVE = [*QUICK, "seq_len=16", "max_steps=12", "optim.warmup_steps=4", "save_every=6", "keep_last=null"]
+MOVES = [(1, "tier=zero2", 4, "tier=zero3"), (4, "tier=hsdp", 2, "tier=zero2")]
 
 
 def tier(world: int, name: str) -> list[str]:
@@ -70,10 +63,9 @@ def test_k10_resume_goes_on_with_rate_and_loss_on_any_layout(
     for key in ("train/learning_rate", "train/tokens"):
         late = {step: value for step, value in metrics(whole, key).items() if step > 6}
         assert metrics(resumed, key) == late, key
-    same = (world, before) == (new_world, after)
     for key in ("train/loss", "train/grad_norm"):
         late = {step: value for step, value in metrics(whole, key).items() if step > 6}
-        assert metrics(resumed, key) == (late if same else pytest.approx(late, rel=2e-5)), key
+        assert metrics(resumed, key) == pytest.approx(late, rel=2e-5), key
 
 
 def test_resume_refuses_a_finished_run_and_another_model(ranks: RankPool, cache: str, tmp_path: Path) -> None:
@@ -83,10 +75,10 @@ def test_resume_refuses_a_finished_run_and_another_model(ranks: RankPool, cache:
     assert "is at update 3" in message
     assert "ends at 3" in message
     assert "max_steps" in message
-    path = next((tmp_path / "checkpoints").iterdir()) / "checkpoint.json"
-    index = json.loads(path.read_text())
-    index["shapes"]["model.norm.weight"] = [7]
-    path.write_text(json.dumps(index))
+    path = next((tmp_path / "checkpoints").iterdir()) / "pieces.json"
+    table = json.loads(path.read_text())
+    table["model.norm.weight"]["shape"] = [7]
+    path.write_text(json.dumps(table))
     (message,) = ranks.run(1, refused_run, overrides=[*overrides, "resume=auto", "max_steps=5"])
     assert "model.norm.weight has shape [7], this model's [192]" in message
 
@@ -95,7 +87,7 @@ def test_resume_refuses_a_finished_run_and_another_model(ranks: RankPool, cache:
 def three_updates(ranks: RankPool, cache: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Output folder of a run with checkpoints at updates 1, 2 and 3."""
     output = tmp_path_factory.mktemp("three")
-    more = ["seq_len=16", "save_every=1", "save_total_limit=null", "export=false"]
+    more = ["seq_len=16", "save_every=1", "keep_last=null", "export=false"]
     ranks.run(1, whole_run, overrides=[*QUICK, cache, f"output_dir={output}", *more])
     return output
 
@@ -124,7 +116,7 @@ def test_resume_from_the_middle_of_a_run_needs_its_own_folder(
 ) -> None:
     """Else rotation would drop the new checkpoints, and resume=auto go on with the abandoned ones."""
     middle = three_updates / "checkpoints" / "step-00000001"
-    more = ["seq_len=16", f"resume={middle}", "max_steps=5", "export=false", "save_total_limit=1"]
+    more = ["seq_len=16", f"resume={middle}", "max_steps=5", "export=false", "keep_last=1"]
     (message,) = ranks.run(1, refused_run, overrides=[*QUICK, cache, f"output_dir={three_updates}", *more])
     assert "holds later checkpoints (step-00000003)" in message
     ranks.run(1, whole_run, overrides=[*QUICK, cache, f"output_dir={tmp_path}", *more])
@@ -158,7 +150,7 @@ def test_d02_an_update_without_any_target_changes_nothing(ranks: RankPool, cache
         "global_batch_size=2",
         "max_steps=6",
         "save_every=1",
-        "save_total_limit=null",
+        "keep_last=null",
     ]
     ranks.run(2, whole_run, overrides=overrides)
     targets = metrics(out, "train/targets")
@@ -209,18 +201,42 @@ def test_a_gradient_that_is_not_finite_updates_nothing(
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000001"]
 
 
-def test_a_stop_on_one_rank_saves_and_the_run_goes_on_from_there(ranks: RankPool, cache: str, tmp_path: Path) -> None:
-    whole, cut = tmp_path / "whole", tmp_path / "cut"
-    overrides = [*QUICK, cache, "seq_len=16", "max_steps=5", "tier=zero3"]
-    ranks.run(2, whole_run, overrides=[*overrides, f"output_dir={whole}"])
-    codes = ranks.run(
-        2, run_stopped_by_signal, overrides=[*overrides, f"output_dir={cut}"], signal_rank=1, after_step=2
+def test_a_run_goes_on_bit_by_bit_from_any_update(ranks: RankPool, cache: str, tmp_path: Path) -> None:
+    """In the middle of the first epoch and in the second, asked to stop amid the micro-batches of an update."""
+    whole, texts = tmp_path / "whole", tmp_path / "texts.jsonl"
+    texts.write_text(
+        "".join(json.dumps({"text": f"{word} " * 14}) + "\n" for word in "import return class".split() * 7)
     )
+    overrides = [*QUICK, cache, "tier=zero3", "seq_len=16", "export=false", "max_steps=null", "num_epochs=2"]
+    overrides += ["data=jsonl", f"data.path={texts}", "data.eval_documents=0"]
+    ranks.run(2, whole_run, overrides=[*overrides, f"output_dir={whole}"])
+    epochs = metrics(whole, "train/epoch")
+    second = min(step for step, epoch in epochs.items() if epoch == 1) + 1
+    assert 4 < second < len(epochs) < 20
+    for last in (2, second):
+        cut = tmp_path / f"cut-{last}"
+        codes = ranks.run(
+            2,
+            run_stopped_by_signal,
+            overrides=[*overrides, f"output_dir={cut}", "save_async=true"],
+            signal_rank=1,
+            micro_batch=2 * last,  # the second of two in this update
+        )
+        assert codes == [INTERRUPTED_EXIT] * 2
+        assert [path.name for path in (cut / "checkpoints").iterdir()] == [f"step-{last:08d}"]
+        assert not (cut / "export").exists()
+        ranks.run(2, whole_run, overrides=[*overrides, f"output_dir={cut}", "resume=auto"])
+        for key in ("train/loss", "train/grad_norm", "train/learning_rate", "train/targets"):
+            assert metrics(cut, key) == metrics(whole, key), key
+
+
+def test_the_run_ends_with_a_checkpoint_before_max_time(ranks: RankPool, cache: str, tmp_path: Path) -> None:
+    more = [f"output_dir={tmp_path}", "seq_len=16", "max_steps=100000", "max_time=3", "save_every=7"]
+    codes = ranks.run(2, run_from_now, overrides=[*QUICK, cache, *more])
     assert codes == [INTERRUPTED_EXIT] * 2
-    assert not (cut / "export").exists()
-    ranks.run(2, whole_run, overrides=[*overrides, f"output_dir={cut}", "resume=auto"])
-    for key in ("train/loss", "train/grad_norm", "eval/loss"):
-        assert metrics(cut, key) == metrics(whole, key), key
+    done = max(metrics(tmp_path, "train/loss"))
+    assert done >= 1
+    assert (tmp_path / "checkpoints" / f"step-{done:08d}" / "checkpoint.json").is_file()
 
 
 @pytest.mark.parametrize("name", ["dp", "zero1", "zero2", "zero3", "hsdp"])

@@ -219,7 +219,7 @@ def test_stretches_that_do_not_exist(every_n: int) -> None:
         (["seed=-1"], "seed=-1: use 0 or more"),
         (["save_every=-1"], "save_every=-1: use 0 or more"),
         (["eval_every=-2"], "eval_every=-2: use 0 or more"),
-        (["save_total_limit=0"], "save_total_limit=0: use 1 or more"),
+        (["keep_last=0"], "keep_last=0: use 1 or more"),
         (["loss.chunk_size=0"], "loss.chunk_size=0: use 1 or more"),
         (["zero.reduce_bucket_size=-1"], "zero.reduce_bucket_size=-1: use 1 or more"),
         (["optim.learning_rate=nan"], "optim.learning_rate=nan: use 0 or more"),

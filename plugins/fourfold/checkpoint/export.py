@@ -10,7 +10,10 @@ from typing import Any
 
 import torch
 
-from fourfold.checkpoint.pieces import INDEX, Pieces, read_index, sync
+from fourfold.checkpoint.files import Entry, sync, write_safetensors
+from fourfold.checkpoint.kept import newest
+from fourfold.checkpoint.pieces import INDEX, MASTER, WEIGHT, Pieces, fault, read_index
+from fourfold.output import CHECKPOINTS
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.gguf", "*.pth")
@@ -29,8 +32,6 @@ def export(
     dtype = dtype or config.get("dtype") or config.get("torch_dtype") or "float32"
     if dtype not in DTYPES:
         raise ValueError(f"export_dtype={dtype}: use one of {', '.join(DTYPES)}.")
-    from safetensors import SafetensorError
-
     pieces = Pieces(checkpoint)
     aside = target.with_name(f".{target.name}.partial")
     try:
@@ -44,7 +45,7 @@ def export(
             sync(path)
         shutil.rmtree(target, ignore_errors=True)
         aside.rename(target)
-    except (OSError, SafetensorError) as error:
+    except OSError as error:
         raise ValueError(f"{target.absolute()} cannot be written: {error}.") from None
     finally:
         shutil.rmtree(aside, ignore_errors=True)
@@ -70,23 +71,30 @@ def _write_config(config: dict[str, Any], path: Path, *, dtype: str, changes: di
 
 
 def _write_weights(pieces: Pieces, folder: Path, *, dtype: torch.dtype) -> None:
-    from safetensors.torch import save_file
-
     groups = _shards(pieces, element_size=dtype.itemsize)
     names = [f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors" for i in range(len(groups))]
     if len(groups) == 1:
         names = ["model.safetensors"]
     weight_map: dict[str, str] = {}
     for file, group in zip(names, groups, strict=True):
-        shapes = pieces.shapes()
-        tensors = {name: pieces.read(name).to(dtype).view(shapes[name]) for name in group}
-        save_file(tensors, folder / file, metadata={"format": "pt"})
-        (folder / file).chmod((folder / "config.json").stat().st_mode)  # safetensors gives them to the owner alone
+        write_safetensors(
+            folder / file, [_entry(pieces, name, dtype=dtype) for name in group], metadata={"format": "pt"}
+        )
         weight_map |= dict.fromkeys(group, file)
     if len(groups) > 1:
         total = sum(shape.numel() * dtype.itemsize for shape in pieces.shapes().values())
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _entry(pieces: Pieces, name: str, *, dtype: torch.dtype) -> Entry:
+    """From the weights as they were trained if that is the dtype wanted: half the bytes to read."""
+    kind = WEIGHT if WEIGHT in pieces.kinds() and pieces.dtype(WEIGHT) is dtype else MASTER
+
+    def values(start: int, stop: int) -> torch.Tensor:
+        return pieces.read(name, kind=kind, start=start, count=stop - start)
+
+    return Entry(name, tuple(pieces.shapes()[name]), dtype, values)
 
 
 def _shards(pieces: Pieces, *, element_size: int) -> list[list[str]]:
@@ -117,14 +125,17 @@ def _model_card(index: dict[str, Any], *, source: Path) -> str:
 def export_checkpoint(checkpoint: Path, *, target: Path, dtype: str | None) -> Path:
     """Export a checkpoint, or the newest of a run's folder, with the model folder that its index remembers."""
     if not (checkpoint / INDEX).is_file():
-        found = sorted(path for path in (checkpoint / "checkpoints").glob("step-*") if (path / INDEX).is_file())
-        if not found:
+        found = newest(checkpoint / CHECKPOINTS)
+        if found is None:
             raise ValueError(f"{checkpoint.absolute()} is neither a complete checkpoint nor a run that has one.")
-        checkpoint = found[-1]
+        checkpoint = found
     if target.exists():
         raise ValueError(f"{target.absolute()} exists already: give a folder that does not.")
     run = read_index(checkpoint)["run"]
     source = Path(run["folder"])
     if not source.is_dir():
         raise ValueError(f"The model folder {source} that {checkpoint} was trained from is gone; put it back.")
+    damage = fault(checkpoint)
+    if damage:
+        raise ValueError(f"Checkpoint {checkpoint.absolute()} is damaged: {damage}. Export an earlier one.")
     return export(checkpoint, source=source, target=target, dtype=dtype, changes=run["config_changes"])

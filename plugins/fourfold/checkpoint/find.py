@@ -1,71 +1,168 @@
-"""Which checkpoint a run goes on from, and whether it may: before any process group, from the index alone."""
+"""Which checkpoint a run goes on from, and whether it may: before any process group, from the indexes alone."""
 
-from dataclasses import asdict
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fourfold.checkpoint.pieces import read_index
-from fourfold.checkpoint.save import complete_checkpoints, newest
+from fourfold.checkpoint.kept import complete_checkpoints, newest
+from fourfold.checkpoint.pieces import read_index, read_table
 from fourfold.output import CHECKPOINTS
-from fourfold.schema import TrainConfig
+from fourfold.schema import DataConfig, TrainConfig
 
 
-def checkpoint_to_resume(config: TrainConfig, *, total_steps: int) -> Path | None:
-    """`resume` as a complete checkpoint; None to start from the model: none, or auto with nothing there yet.
+@dataclass(frozen=True)
+class ToResume:
+    """`candidates`, newest first: the first whose files are as they were written is taken (sound.py)."""
 
-    Raises ValueError if it is no checkpoint, of a run with other data, batch or optimizer, at or past the end, or older
-    than what its branch would overwrite in the output folder.
+    candidates: list[Path]
+    passed_over: list[tuple[Path, str]] = field(default_factory=list)  # damaged ones that are newer, and why
+
+
+def checkpoint_to_resume(
+    config: TrainConfig, *, total_steps: int, shapes: Mapping[str, Any], identity: Mapping[str, Any]
+) -> ToResume | None:
+    """`resume` as checkpoints; None to start from the model: none, or auto with nothing there yet.
+
+    `shapes` are those of the model's parameters by name; `identity` is `data_identity` of this run. Raises ValueError if
+    there is none to read, or it is of another model, of a run with other data, batch or optimizer, at or past the end, or
+    older than what its branch would overwrite in the output folder.
     """
-    ours = Path(config.output_dir).expanduser().absolute() / CHECKPOINTS
     if config.resume == "none":
         return None
-    found = newest(ours) if config.resume == "auto" else _given(Path(config.resume).expanduser())
+    ours = Path(config.output_dir).expanduser().absolute() / CHECKPOINTS
+    found = _newest_readable(ours) if config.resume == "auto" else _given(Path(config.resume).expanduser())
     if found is None:
         return None
-    index = read_index(found)
-    _refuse_other_settings(found, index, config=config)
-    step = index["progress"]["step"]
-    if step >= total_steps:
-        raise ValueError(
-            f"{found} is at update {step} and the run ends at {total_steps}: nothing is left to do. "
-            f"Raise max_steps or num_epochs."
-        )
-    later = [path.name for path in complete_checkpoints(ours) if path.name > found.name]
-    if later:
-        raise ValueError(
-            f"resume={config.resume} is at update {step}, and output_dir={config.output_dir} holds later checkpoints "
-            f"({later[-1]}) of the run that went on from there: use another output_dir, or move them away."
-        )
+    first = found.candidates[0]
+    index = read_index(first)
+    _refuse_other_model(first, shapes=shapes)
+    _refuse_other_settings(first, index, config=config, identity=identity)
+    _refuse_the_end(first, step=index["progress"]["step"], total_steps=total_steps)
+    if config.resume != "auto":
+        _refuse_older(first, ours=ours, config=config)
     return found
 
 
 def settings_that_must_not_change(config: TrainConfig) -> dict[str, Any]:
     """What gives a position in the data, a learning rate and an optimizer state their meaning, by key."""
-    data = {f"data.{key}": value for key, value in asdict(config.data).items() if key != "num_proc"}
     return {
         "optim.name": config.optim.name,
         "global_batch_size": config.global_batch_size,
         "seq_len": config.seq_len,
         "seed": config.seed,
-        **data,
     }
 
 
-def _given(path: Path) -> Path:
+def data_identity(
+    data: DataConfig, *, digest: str | None, rows: int, tokens: int, vocabulary: int, tokenizer: str
+) -> dict[str, Any]:
+    """What tells the rows of one run from those of another: the digest of their content, wherever the files lie, or for
+    a stream (`digest=None`) its settings and the digest of the tokenizer."""
+    settings = {f"data.{key}": value for key, value in asdict(data).items() if key != "num_proc"}
+    return {
+        "digest": digest,
+        "rows": rows,
+        "tokens": tokens,
+        "vocabulary": vocabulary,
+        "tokenizer": tokenizer,
+        "settings": settings,
+    }
+
+
+def _newest_readable(folder: Path) -> ToResume | None:
+    candidates: list[Path] = []
+    passed_over: list[tuple[Path, str]] = []
+    for path in reversed(sorted(folder.glob("step-*"))):
+        try:
+            read_index(path)
+            read_table(path)
+        except ValueError as error:
+            passed_over.append((path, str(error)))
+        else:
+            candidates.append(path)
+    if not candidates and passed_over:
+        raise none_is_sound(folder, passed_over)
+    return ToResume(candidates, passed_over) if candidates else None
+
+
+def none_is_sound(folder: Path, passed_over: list[tuple[Path, str]]) -> ValueError:
+    reasons = "; ".join(f"{path.name}: {why.rstrip('.')}" for path, why in passed_over)
+    return ValueError(
+        f"No checkpoint in {folder} can be read ({reasons}). Put a copy of one in place, or start afresh in another "
+        f"output_dir, or here with resume=none overwrite=true."
+    )
+
+
+def _given(path: Path) -> ToResume:
     in_run = newest(path / CHECKPOINTS)
-    return in_run if in_run is not None else path
+    found = in_run if in_run is not None else path
+    read_index(found)
+    return ToResume([found])
 
 
-def _refuse_other_settings(found: Path, index: dict[str, Any], *, config: TrainConfig) -> None:
+def _refuse_other_model(checkpoint: Path, *, shapes: Mapping[str, Any]) -> None:
+    saved = {name: list(entry["shape"]) for name, entry in read_table(checkpoint).items()}
+    ours = {name: list(shape) for name, shape in shapes.items()}
+    for name in [*saved, *ours]:
+        if saved.get(name) != ours.get(name):
+            raise ValueError(
+                f"Checkpoint {checkpoint} is of another model: its {name} has shape {saved.get(name, 'none')}, this "
+                f"model's {ours.get(name, 'none')}. Use resume=none and another output_dir, or the model it was made with."
+            )
+
+
+def _refuse_other_settings(
+    checkpoint: Path, index: dict[str, Any], *, config: TrainConfig, identity: Mapping[str, Any]
+) -> None:
     theirs = index["run"]["settings"]
-    differing = [
-        f"{key}={value} (there {theirs[key]})"
-        for key, value in settings_that_must_not_change(config).items()
-        if key in theirs and theirs[key] != value
-    ]
+    differing = _differing(theirs, settings_that_must_not_change(config)) + _data_differing(
+        index["run"]["data"], identity
+    )
     if differing:
         raise ValueError(
-            f"Checkpoint {found} is of a run with other settings, with which its position in the data, learning rate or "
-            f"optimizer state would mean something else: {', '.join(differing)}. Set them as they were, or start afresh "
-            f"from its weights (fourfold export, then model.path)."
+            f"Checkpoint {checkpoint} is of a run with other settings, with which its position in the data, learning "
+            f"rate or optimizer state would mean something else: {', '.join(differing)}. Set them as they were, or start "
+            f"afresh from its weights (fourfold export, then model.path)."
+        )
+
+
+def _data_differing(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
+    if None not in (theirs["digest"], ours["digest"]) and theirs["digest"] == ours["digest"]:
+        return []
+    found = []
+    if theirs["vocabulary"] != ours["vocabulary"]:
+        found.append(f"a vocabulary of {ours['vocabulary']} tokens (there {theirs['vocabulary']})")
+    elif theirs["tokenizer"] != ours["tokenizer"]:
+        found.append("another tokenizer")
+    found += _differing(theirs["settings"], ours["settings"])
+    if not found and ours["digest"] is not None:
+        found.append(
+            f"changed data ({ours['rows']} rows of {ours['tokens']} tokens in all, there {theirs['rows']} of "
+            f"{theirs['tokens']})"
+        )
+    return found
+
+
+def _differing(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
+    return [
+        f"{key}={value} (there {theirs[key]})" for key, value in ours.items() if key in theirs and theirs[key] != value
+    ]
+
+
+def _refuse_the_end(checkpoint: Path, *, step: int, total_steps: int) -> None:
+    if step >= total_steps:
+        raise ValueError(
+            f"{checkpoint} is at update {step} and the run ends at {total_steps}: nothing is left to do. "
+            f"Raise max_steps or num_epochs."
+        )
+
+
+def _refuse_older(checkpoint: Path, *, ours: Path, config: TrainConfig) -> None:
+    later = [path.name for path in complete_checkpoints(ours) if path.name > checkpoint.name]
+    if later:
+        raise ValueError(
+            f"resume={config.resume} is at update {read_index(checkpoint)['progress']['step']}, and output_dir="
+            f"{config.output_dir} holds later checkpoints ({later[-1]}) of the run that went on from there: use another "
+            f"output_dir, or move them away."
         )

@@ -1,155 +1,206 @@
-"""Save and resume a ZeroEngine. Each rank writes what it owns (one replica of each shard) and reads what it needs."""
+"""Saving beside or within the training: each rank writes what it owns, the main one puts the folder in place.
+
+Every rank writes its file in a thread and posts what it wrote on the board; the main rank waits for all, writes the index
+with the digests and renames the folder. The training waits for that (`in_background=False`) or only for the copy of its
+state to host memory; one save is in flight at most. A save that fails leaves nothing, is told, and the training goes on.
+"""
 
 import shutil
+import threading
+import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from errno import EIO
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
-from fourfold.checkpoint.pieces import FORMAT, INDEX, MASTER, Pieces, sync, write_json, write_rank_file
+from fourfold.checkpoint.board import Board
+from fourfold.checkpoint.files import NAMES, digest_of, sync, write_json, write_safetensors
+from fourfold.checkpoint.kept import STEP, leftovers, newest, put_in_place, rotate
+from fourfold.checkpoint.pieces import CONFIG, FORMAT, INDEX, PIECES, rank_file
+from fourfold.checkpoint.snapshot import HostCopies, Snapshot, look
 from fourfold.mesh import Mesh
 from fourfold.zero.engine import ZeroEngine
+
+SLOW_DISK = 100e6  # bytes a second, assumed until a save was measured
+VERSIONED = ("fourfold", "torch", "deepspeed", "transformers")
 
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a run is: updates done, rows of the data consumed (over all epochs and ranks), targets and tokens seen."""
+    """Where a run is: updates done, rows of the data consumed (over all epochs and ranks), tokens seen."""
 
     step: int = 0
     rows: int = 0
     tokens: int = 0
-    skipped: int = 0
+    skipped: int = 0  # updates without any target
 
 
-def save(folder: Path, *, engine: ZeroEngine, mesh: Mesh, progress: Progress, extra: dict[str, Any]) -> Path:
-    """Write `folder`/step-XXXXXXXX; collective over all ranks. The folder appears complete or not at all."""
-    target = folder / f"step-{progress.step:08d}"
-    aside = folder / f".{target.name}.partial"
-    if mesh.is_main:
-        for leftover in folder.glob(".step-*.partial"):  # of runs that were killed
-            shutil.rmtree(leftover, ignore_errors=True)
-        aside.mkdir(parents=True)
-    dist.barrier()
-    file = None
-    if mesh.layout.coordinate(mesh.rank)["dp_replicate"] == 0:
-        file = _write(aside, rank=mesh.rank, engine=engine)
-    files: list[Any] = [None] * mesh.layout.world_size
-    dist.all_gather_object(files, file)
-    if mesh.is_main:
+@dataclass
+class _Save:
+    progress: Progress
+    number: int  # of the save in this run, the same on every rank
+    snapshot: Snapshot
+    aside: Path
+    target: Path
+
+
+class Saver:
+    """Checkpoints of one run in `folder`. `save` and `finish` are called on all ranks alike, but are no collectives."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        engine: ZeroEngine,
+        mesh: Mesh,
+        board: Board,
+        about: dict[str, Any],
+        config: dict[str, Any],
+        keep_last: int | None,
+        keep_every: int | None,
+        in_background: bool,
+        say: Callable[[str], None],
+    ) -> None:
+        """`about` is what the index remembers of the run, `config` its settings. `say` tells the user of a failed save."""
+        self._folder, self._engine, self._mesh, self._board = folder, engine, mesh, board
+        self._about, self._config, self._say = about, config, say
+        self._keep_last, self._keep_every = keep_last, keep_every
+        self._host = HostCopies() if in_background else None
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._count, self._saved_step, self._seconds = 0, -1, 0.0
+        if mesh.is_main:
+            for left in leftovers(folder):
+                shutil.rmtree(left, ignore_errors=True)
+            board.post("folder is clean", True)
+        board.read("folder is clean", of=0)
+
+    def save(self, progress: Progress) -> None:
+        """Begin a save when the one before has ended; returns when the engine may change again."""
+        self.settle()
+        name = STEP.format(progress.step)
+        snapshot = look(self._engine)
+        save = _Save(
+            progress,
+            number=self._count,
+            snapshot=self._host.copy(snapshot) if self._host else snapshot,
+            aside=self._folder / f".{name}.partial",
+            target=self._folder / name,
+        )
+        self._thread = threading.Thread(target=self._run, args=(save,), name="save")
+        self._thread.start()
+        if not self._host:
+            self.settle()
+
+    def finish(self, progress: Progress) -> Path:
+        """The checkpoint of `progress`, saved now if it was not. Raises ValueError if that cannot be written."""
+        self.settle()
+        if self._saved_step != progress.step:
+            self.save(progress)
+            self.settle()
+        if self._saved_step != progress.step:
+            kept = newest(self._folder)
+            raise ValueError(
+                f"The last checkpoint, of update {progress.step}, could not be written to {self._folder}: "
+                f"{self._board.read(f'save/{self._count - 1}', of=0)}. The newest complete one there is "
+                f"{kept.name if kept else 'none'}: make room and start again with resume=auto."
+            )
+        return self._folder / STEP.format(progress.step)
+
+    def expected_seconds(self) -> float:
+        """How long a save will take: half as long again as the latest, or by a slow disk."""
+        if self._seconds:
+            return 1.5 * self._seconds
+        return look(self._engine).bytes() / SLOW_DISK if self._writes() else 0.0
+
+    def settle(self) -> None:
+        """Until the save in flight has ended on all ranks. Raises what it met that is no matter of the disk."""
+        if self._thread is None:
+            return
+        self._thread.join()
+        self._thread = None
+        if self._error is not None:
+            raise self._error
+
+    def _run(self, save: _Save) -> None:
+        """In the thread."""
+        begin = time.monotonic()
+        try:
+            self._board.post(f"save/{save.number}/{self._mesh.rank}", self._write(save))
+            if self._mesh.is_main:
+                self._board.post(f"save/{save.number}", self._complete(save))
+            failure = self._board.read(f"save/{save.number}", of=0)
+        except BaseException as error:
+            self._error = error
+            return
+        self._seconds = time.monotonic() - begin
+        self._count += 1
+        if failure:
+            self._say(f"checkpoint of update {save.progress.step} not written: {failure}; training goes on")
+        else:
+            self._saved_step = save.progress.step
+
+    def _writes(self, rank: int | None = None) -> bool:
+        """Whether a rank (default: this one) writes: one replica of each shard does."""
+        rank = self._mesh.rank if rank is None else rank
+        return self._mesh.layout.coordinate(rank)["dp_replicate"] == 0
+
+    def _write(self, save: _Save) -> dict[str, Any]:
+        """This rank's file; returns what the index has to say of it, or of its failure."""
+        if not self._writes():
+            return {}
+        path = save.aside / rank_file(self._mesh.rank)
+        try:
+            save.aside.mkdir(parents=True, exist_ok=True)
+            written = write_safetensors(path, save.snapshot.entries())
+        except OSError as error:
+            path.unlink(missing_ok=True)  # the room may be needed to say so
+            return {"error": f"rank {self._mesh.rank}: {error.strerror or error} ({path})"}
+        pieces = [[piece.name, piece.start, piece.count] for piece in save.snapshot.fragments]
+        return {"file": path.name, "written": asdict(written), "pieces": pieces}
+
+    def _complete(self, save: _Save) -> str:
+        """On the main rank: wait for all files and put the folder in place; returns why not, or nothing."""
+        ranks = filter(self._writes, range(self._mesh.layout.world_size))
+        reports = [self._board.read(f"save/{save.number}/{rank}", of=rank) for rank in ranks]
+        failures = [report["error"] for report in reports if "error" in report]
+        try:
+            if not failures:
+                self._write_index(save, reports)
+                put_in_place(save.aside, save.target)
+                rotate(self._folder, keep_last=self._keep_last, keep_every=self._keep_every)
+        except OSError as error:
+            failures.append(f"{error.strerror or error} ({error.filename})")
+        if failures:
+            shutil.rmtree(save.aside, ignore_errors=True)
+        return "; ".join(failures)
+
+    def _write_index(self, save: _Save, reports: list[dict[str, Any]]) -> None:
+        table: dict[str, Any] = {
+            name: {"shape": list(shape), "pieces": []} for name, shape in self._engine.shapes().items()
+        }
+        for report in reports:
+            for name, start, count in report["pieces"]:
+                table[name]["pieces"].append([start, count, report["file"]])
+        write_json(save.aside / PIECES, table, indent=None)
+        write_json(save.aside / CONFIG, self._config)
+        files = {report["file"]: report["written"] for report in reports}
+        for name, written in files.items():
+            size = (save.aside / name).stat().st_size
+            if size != written["bytes"]:
+                raise OSError(EIO, f"{size} of {written['bytes']} bytes arrived", name)
+        files |= {name: asdict(digest_of(save.aside / name)) for name in (PIECES, CONFIG)}
         index = {
             "format": FORMAT,
-            "progress": asdict(progress),
-            "files": [name for name in files if name],
-            "shapes": {name: list(shape) for name, shape in engine.shapes().items()},
-            "optimizer_steps": _optimizer_steps(engine),
-            "layout": asdict(mesh.layout),
-            "versions": {name: version(name) for name in ("fourfold", "torch", "deepspeed", "transformers")},
-            **extra,
+            "progress": asdict(save.progress),
+            "optimizer_steps": save.snapshot.optimizer_steps,
+            "kinds": {kind: NAMES[dtype] for kind, dtype in save.snapshot.kinds().items()},
+            "layout": asdict(self._mesh.layout),
+            "versions": {name: version(name) for name in VERSIONED},
+            **self._about,
+            "files": files,
         }
-        write_json(aside / INDEX, index)
-        sync(aside)
-        old = folder / f".{target.name}.old"
-        if target.exists():  # of an earlier try at the same step: a complete one is there at every moment but one
-            target.rename(old)
-        aside.rename(target)
-        sync(folder)
-        shutil.rmtree(old, ignore_errors=True)
-    dist.barrier()
-    return target
-
-
-def _write(aside: Path, *, rank: int, engine: ZeroEngine) -> str:
-    """Raises ValueError, with nothing left behind, if the disk does not take it."""
-    from safetensors import SafetensorError
-
-    try:
-        return write_rank_file(aside, rank=rank, tensors=_owned(engine))
-    except (OSError, SafetensorError) as error:
-        shutil.rmtree(aside, ignore_errors=True)
-        kept = newest(aside.parent)
-        raise ValueError(
-            f"The checkpoint {aside.name.strip('.').removesuffix('.partial')} could not be written to {aside.parent} "
-            f"({error}). The newest complete one there is {kept.name if kept else 'none'}."
-        ) from None
-
-
-def complete_checkpoints(folder: Path) -> list[Path]:
-    """Complete checkpoints, oldest first."""
-    return sorted(path for path in folder.glob("step-*") if (path / INDEX).is_file())
-
-
-def rotate(folder: Path, *, keep: int | None) -> None:
-    """Remove all but the newest `keep` complete checkpoints; the newest always stays."""
-    if keep is not None:
-        for path in complete_checkpoints(folder)[: -max(keep, 1)]:
-            shutil.rmtree(path)
-
-
-def resume(folder: Path, *, engine: ZeroEngine) -> Progress:
-    """Load weights and optimizer state of any layout into `engine`; collective over the shard group.
-
-    Raises ValueError if the checkpoint is of another model or optimizer.
-    """
-    pieces = Pieces(folder)
-    _refuse_other_model(pieces, engine=engine)
-    masters = engine.masters()
-    kinds = sorted(pieces.kinds() - {MASTER})
-    states: dict[str, list[Any]] = {kind: [torch.zeros_like(master) for master in masters] for kind in kinds}
-    with torch.no_grad():
-        for fragment in engine.fragments():
-            for kind, buffers in {MASTER: masters, **states}.items():
-                values = pieces.read(fragment.name, kind=kind, start=fragment.start, count=fragment.count)
-                fragment.of(buffers).copy_(values)
-    steps = pieces.index["optimizer_steps"]
-    for index, master in enumerate(masters):
-        state: dict[str, Any] = {kind: states[kind][index] for kind in kinds}
-        if steps is not None:
-            state["step"] = torch.tensor(float(steps))
-        if state:
-            engine.optimizer.state[master] = state
-    engine.publish()
-    return Progress(**pieces.index["progress"])
-
-
-def _owned(engine: ZeroEngine) -> dict[tuple[str, str, int], torch.Tensor]:
-    masters = engine.masters()
-    tensors = {}
-    for fragment in engine.fragments():
-        tensors[MASTER, fragment.name, fragment.start] = fragment.of(masters)
-        for kind, buffers in _states(engine).items():
-            tensors[kind, fragment.name, fragment.start] = fragment.of(buffers)
-    return tensors
-
-
-def _states(engine: ZeroEngine) -> dict[str, list[torch.Tensor]]:
-    """Optimizer state tensors that have a value for each element, by kind, in the order of the master buffers."""
-    masters = engine.masters()
-    of_master = [engine.optimizer.state.get(master, {}) for master in masters]
-    kinds = {k for state in of_master for k, v in state.items() if torch.is_tensor(v) and v.ndim and v.numel()}
-    return {kind: [state[kind] for state in of_master] for kind in sorted(kinds)}
-
-
-def _optimizer_steps(engine: ZeroEngine) -> float | None:
-    for state in engine.optimizer.state.values():
-        if "step" in state:
-            return float(state["step"])
-    return None
-
-
-def _refuse_other_model(pieces: Pieces, *, engine: ZeroEngine) -> None:
-    saved, ours = pieces.shapes(), engine.shapes()
-    for name in [*saved, *ours]:
-        if saved.get(name) != ours.get(name):
-            has = {key: list(shapes[name]) if name in shapes else "none" for key, shapes in (("c", saved), ("m", ours))}
-            raise ValueError(
-                f"Checkpoint {pieces.folder} is of another model: its {name} has shape {has['c']}, this model's "
-                f"{has['m']}. Use resume=none and another output_dir, or the model it was made with."
-            )
-
-
-def newest(folder: Path) -> Path | None:
-    checkpoints = complete_checkpoints(folder)
-    return checkpoints[-1] if checkpoints else None
+        write_json(save.aside / INDEX, index)
+        sync(save.aside)

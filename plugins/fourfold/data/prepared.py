@@ -42,6 +42,7 @@ class Prepared:
     stats: PackStats
     eval: RowSet | None = None
     eval_stats: PackStats | None = None
+    digest: str | None = None
 
 
 def prepare(

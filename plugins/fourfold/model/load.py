@@ -37,8 +37,7 @@ def check(model: Any, weights: Weights) -> dict[str, str]:
 
     Raises ValueError naming the first differing tensors.
     """
-    tied = tied_parameters(model)
-    expected = {name: p.shape for name, p in model.named_parameters(remove_duplicate=False) if name not in tied}
+    tied, expected = tied_parameters(model), stored_shapes(model)
     missing = sorted(set(expected) - weights.names())
     if missing:
         raise ValueError(
@@ -58,6 +57,12 @@ def check(model: Any, weights: Weights) -> dict[str, str]:
                 f"{list(shape)}."
             )
     return tied
+
+
+def stored_shapes(model: Any) -> dict[str, torch.Size]:
+    """Shape of every parameter by name, one name for tied ones."""
+    tied = tied_parameters(model)
+    return {name: p.shape for name, p in model.named_parameters(remove_duplicate=False) if name not in tied}
 
 
 def tied_parameters(model: Any) -> dict[str, str]:

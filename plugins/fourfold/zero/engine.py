@@ -134,6 +134,10 @@ class ZeroEngine:
         """Global shape of every parameter by name."""
         return {self._names[id(p)]: getattr(p, "ds_shape", p.shape) for p in self.module.parameters()}
 
+    def weight_dtype(self) -> torch.dtype:
+        """Of the weights that are trained; master weights are fp32 whatever it is."""
+        return next(self.module.parameters()).dtype
+
     def masters(self) -> list[nn.Parameter]:
         """Flat fp32 master weights of this rank."""
         return internals.master_buffers(self._deepspeed)

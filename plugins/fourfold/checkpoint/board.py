@@ -1,0 +1,62 @@
+"""Notices between ranks through the store of the process group, without any collective.
+
+A save or a check of a checkpoint takes as long as the disk does; a barrier would end the run when that is longer than the
+timeout of a collective, and could not be called from a thread beside the training. Who waits, looks whether the other
+process still lives: each says so every second.
+"""
+
+import json
+import threading
+import time
+from typing import Any
+
+import torch.distributed as dist
+
+BEAT = 1.0  # seconds between two signs of life
+SILENCE = 15.0  # seconds without one after which a process counts as gone
+
+
+class RankLost(RuntimeError):
+    """The process that a notice was awaited from gives no sign of life."""
+
+
+class Board:
+    """Of one rank; closes with its process. `post` once under a key, `read` on any rank."""
+
+    def __init__(self, *, rank: int, world_size: int) -> None:
+        store = dist.distributed_c10d._get_default_store()
+        self._store = dist.PrefixStore("fourfold", store)
+        self._rank, self._world_size = rank, world_size
+        self._store.set(f"alive/{rank}", "0")
+        threading.Thread(target=self._beat, daemon=True).start()
+
+    def _beat(self) -> None:
+        count = 0
+        while True:
+            time.sleep(BEAT)
+            count += 1
+            try:
+                self._store.set(f"alive/{self._rank}", str(count))
+            except Exception:  # the store went with the process that kept it: nobody is left to tell
+                return
+
+    def post(self, key: str, value: Any) -> None:
+        self._store.set(key, json.dumps(value))
+
+    def read(self, key: str, *, of: int) -> Any:
+        """The value under `key` once rank `of` has posted it. Raises RankLost if that process is gone."""
+        pause, seen, since = 0.001, b"", time.monotonic()
+        while not self._store.check([key]):
+            time.sleep(pause)
+            pause = min(pause * 2, 0.1)
+            if time.monotonic() - since > SILENCE:
+                beat = self._store.get(f"alive/{of}") if self._store.check([f"alive/{of}"]) else b""
+                if beat == seen:
+                    raise RankLost(f"rank {of} has given no sign of life for {SILENCE:.0f} s")
+                seen, since = beat, time.monotonic()
+        return json.loads(self._store.get(key))
+
+    def gather(self, key: str, value: Any) -> list[Any]:
+        """`value` of every rank, in rank order, on every rank."""
+        self.post(f"{key}/{self._rank}", value)
+        return [self.read(f"{key}/{rank}", of=rank) for rank in range(self._world_size)]

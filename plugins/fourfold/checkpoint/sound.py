@@ -1,0 +1,27 @@
+"""The newest checkpoint whose files are as they were written: each rank reads its share of them once."""
+
+from pathlib import Path
+
+from fourfold.checkpoint.board import Board
+from fourfold.checkpoint.find import ToResume, none_is_sound
+from fourfold.checkpoint.kept import set_aside
+from fourfold.checkpoint.pieces import fault
+from fourfold.mesh import Mesh
+
+
+def newest_sound(wanted: ToResume, *, board: Board, mesh: Mesh) -> tuple[Path, list[tuple[Path, str]]]:
+    """(the checkpoint, those passed over and why), the same on every rank. Raises ValueError if there is none."""
+    passed_over = list(wanted.passed_over)
+    for number, checkpoint in enumerate(wanted.candidates):
+        mine = fault(checkpoint, share=mesh.rank, shares=mesh.layout.world_size)
+        faults = [found for found in board.gather(f"sound/{number}", mine) if found]
+        if not faults:
+            return checkpoint, passed_over
+        passed_over.append((checkpoint, faults[0]))
+    raise none_is_sound(wanted.candidates[0].parent, passed_over)
+
+
+def put_aside(passed_over: list[tuple[Path, str]]) -> list[str]:
+    """On the main rank: rename damaged checkpoints, so that they are neither the newest nor counted by rotation; returns
+    a sentence about each."""
+    return [f"{path.name} was passed over ({why}) and kept as {set_aside(path).name}" for path, why in passed_over]
