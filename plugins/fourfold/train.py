@@ -33,7 +33,7 @@ from fourfold.log import Reporter
 from fourfold.loop import NotFinite, Outcome, TrainingLoop, evaluate_loss
 from fourfold.mesh import Mesh, build_mesh
 from fourfold.model.build import build_on_meta
-from fourfold.model.load import check, stored_shapes
+from fourfold.model.load import check, refuse_contradicting_ties, stored_shapes
 from fourfold.model.source import attention_implementation, config_changes, read_config, read_tokenizer, resolve_folder
 from fourfold.model.weights import Weights
 from fourfold.output import CHECKPOINTS, EXPORT, begin, claimed
@@ -109,6 +109,7 @@ def prepare_run(config: TrainConfig, *, layout: Layout, device: torch.device) ->
     weights = Weights(folder)
     model = build_on_meta(model_config, dtype=dtype, attn_implementation=attention)
     check(model, weights)
+    refuse_contradicting_ties(model, weights)
     tokenizer = read_tokenizer(folder)
     check_vocabulary(tokenizer, model_config.vocab_size, model_path=config.model.path)
     data = prepare(

@@ -1,6 +1,7 @@
 """The Hugging Face folder that comes out: the user's own files, the right dtype, weights bit by bit."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from safetensors.torch import load_file
 from fourfold.checkpoint.export import export, export_checkpoint
 from fourfold.model.tiny import create_tiny_llama
 from tests.families import save_family
-from tests.parity.run_ranks import whole_run
+from tests.parity.run_ranks import refused_run, whole_run
 from tests.pool import RankPool
 from tests.reference import tiny_model
 
@@ -88,6 +89,63 @@ def test_fp32_weights_survive_a_bf16_run(ranks: RankPool, tmp_path: Path) -> Non
     exported = run(ranks, source, tmp_path / "run", "tier=zero3", "precision=bf16", "optim.learning_rate=0")
     before, after = load_file(source / "model.safetensors"), load_file(exported / "model.safetensors")
     assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.fixture(scope="module")
+def trained(ranks: RankPool, source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+    """Weights after an update by one process."""
+    output = tmp_path_factory.mktemp("trained")
+    return load_file(run(ranks, source, output, *UPDATE, "tier=zero2", world=1) / "model.safetensors")
+
+
+UPDATE = ["precision=fp32", "optim=sgd", "optim.learning_rate=0.1", "export_dtype=float32"]
+
+
+@pytest.mark.parametrize("threshold", [0, 100_000])
+def test_k01_k02_every_tensor_is_whole_and_tied_ones_stay_tied(
+    ranks: RankPool, source: Path, tmp_path: Path, trained: dict[str, torch.Tensor], threshold: int
+) -> None:
+    """Yi#129, Automodel#2571: parameters partitioned or, below the threshold, whole; the head is the embedding."""
+    from transformers import AutoModelForCausalLM
+
+    more = ["tier=zero3", f"zero.stage3_param_persistence_threshold={threshold}"]
+    exported = run(ranks, source, tmp_path, *UPDATE, *more)
+    model = AutoModelForCausalLM.from_pretrained(exported)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    weights = load_file(exported / "model.safetensors")
+    assert {name: tensor.shape for name, tensor in weights.items()} == {
+        name: parameter.shape for name, parameter in model.named_parameters()
+    }
+    for name, want in trained.items():
+        torch.testing.assert_close(weights[name], want, rtol=1e-5, atol=1e-6, msg=name)
+    before = load_file(source / "model.safetensors")["model.embed_tokens.weight"].float()
+    assert not torch.equal(weights["model.embed_tokens.weight"], before)
+
+
+def test_k01_tied_by_the_config_but_not_in_the_files_is_refused(ranks: RankPool, source: Path, tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    shutil.copytree(source, tmp_path / "model")
+    weights = load_file(source / "model.safetensors")
+    head = weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+    save_file(weights, tmp_path / "model" / "model.safetensors", metadata={"format": "pt"})
+    run(ranks, tmp_path / "model", tmp_path / "same", world=1)  # the same twice does no harm
+    head[7, 3] += 1
+    save_file(weights, tmp_path / "model" / "model.safetensors", metadata={"format": "pt"})
+    overrides = ["task=quickstart", "debug=cpu", "model=hf", f"model.path={tmp_path / 'model'}"]
+    (message,) = ranks.run(1, refused_run, overrides=[*overrides, f"output_dir={tmp_path / 'other'}"])
+    assert "ties lm_head.weight to model.embed_tokens.weight (tie_word_embeddings=true)" in message
+
+
+def test_a_damaged_checkpoint_is_not_exported(ranks: RankPool, source: Path, tmp_path: Path) -> None:
+    run(ranks, source, tmp_path / "run", "export=false", world=1)
+    file = next((tmp_path / "run" / "checkpoints").iterdir()) / "rank-00000.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-5] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(ValueError, match=r"is damaged: rank-00000.safetensors is not what was written"):
+        export_checkpoint(tmp_path / "run", target=tmp_path / "mine", dtype=None)
+    assert not (tmp_path / "mine").exists()
 
 
 def test_a_stretched_context_is_written_and_loads(ranks: RankPool, source: Path, tmp_path: Path) -> None:

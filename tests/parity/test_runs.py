@@ -205,7 +205,7 @@ def test_a_run_goes_on_bit_by_bit_from_any_update(ranks: RankPool, cache: str, t
     """In the middle of the first epoch and in the second, asked to stop amid the micro-batches of an update."""
     whole, texts = tmp_path / "whole", tmp_path / "texts.jsonl"
     texts.write_text(
-        "".join(json.dumps({"text": f"{word} " * 14}) + "\n" for word in "import return class".split() * 7)
+        "".join(json.dumps({"text": f"{word} " * 14}) + "\n" for word in ["import", "return", "class"] * 7)
     )
     overrides = [*QUICK, cache, "tier=zero3", "seq_len=16", "export=false", "max_steps=null", "num_epochs=2"]
     overrides += ["data=jsonl", f"data.path={texts}", "data.eval_documents=0"]

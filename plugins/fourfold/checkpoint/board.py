@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 BEAT = 1.0  # seconds between two signs of life
-SILENCE = 15.0  # seconds without one after which a process counts as gone
+SILENCE = 12.0  # seconds without one after which a process counts as gone
 
 
 class RankLost(RuntimeError):
@@ -45,16 +45,18 @@ class Board:
 
     def read(self, key: str, *, of: int) -> Any:
         """The value under `key` once rank `of` has posted it. Raises RankLost if that process is gone."""
-        pause, seen, since = 0.001, b"", time.monotonic()
+        pause, beat, heard = 0.001, b"", time.monotonic()
         while not self._store.check([key]):
             time.sleep(pause)
             pause = min(pause * 2, 0.1)
-            if time.monotonic() - since > SILENCE:
-                beat = self._store.get(f"alive/{of}") if self._store.check([f"alive/{of}"]) else b""
-                if beat == seen:
-                    raise RankLost(f"rank {of} has given no sign of life for {SILENCE:.0f} s")
-                seen, since = beat, time.monotonic()
+            if pause == 0.1 and (latest := self._beat_of(of)) != beat:
+                beat, heard = latest, time.monotonic()
+            if time.monotonic() - heard > SILENCE:
+                raise RankLost(f"rank {of} has given no sign of life for {SILENCE:.0f} s")
         return json.loads(self._store.get(key))
+
+    def _beat_of(self, rank: int) -> bytes:
+        return self._store.get(f"alive/{rank}") if self._store.check([f"alive/{rank}"]) else b""
 
     def gather(self, key: str, value: Any) -> list[Any]:
         """`value` of every rank, in rank order, on every rank."""

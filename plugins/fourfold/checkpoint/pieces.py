@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fourfold.checkpoint.files import NAMES, digest_of
+from fourfold.checkpoint.files import CHUNK, NAMES, digest_of
 from fourfold.model.weights import read_header
 
 MASTER = "master"
@@ -73,15 +73,27 @@ class Pieces:
         """Elements [start, start + count) of a flattened tensor on the CPU, in the dtype of its kind."""
         count = self._shapes[name].numel() - start if count is None else count
         result = torch.empty(count, dtype=self.dtype(kind))
-        filled = 0
-        for piece in self._pieces.get(name, []):
-            low, high = max(start, piece.start), min(start + count, piece.start + piece.count)
-            if low < high:
-                self._fill(result[low - start : high - start], piece, kind=kind, name=name, at=low - piece.start)
-                filled += high - low
-        if filled != count:
-            raise ValueError(f"Checkpoint {self.folder} has {filled} of {count} elements of {kind} {name}.")
+        self._read_into(result, name, kind=kind, start=start)
         return result
+
+    def read_into(self, target: Tensor, name: str, *, kind: str = MASTER, start: int = 0) -> None:
+        """Fill the 1-D `target`, of any dtype and on any device, from element `start` on; in hand is one chunk."""
+        if target.device.type == "cpu" and target.dtype is self.dtype(kind):
+            self._read_into(target, name, kind=kind, start=start)
+            return
+        for at in range(0, len(target), CHUNK):
+            part = target[at : at + CHUNK]
+            part.copy_(self.read(name, kind=kind, start=start + at, count=len(part)))
+
+    def _read_into(self, target: Tensor, name: str, *, kind: str, start: int) -> None:
+        end, filled = start + len(target), 0
+        for piece in self._pieces.get(name, []):
+            low, high = max(start, piece.start), min(end, piece.start + piece.count)
+            if low < high:
+                self._fill(target[low - start : high - start], piece, kind=kind, name=name, at=low - piece.start)
+                filled += high - low
+        if filled != len(target):
+            raise ValueError(f"Checkpoint {self.folder} has {filled} of {len(target)} elements of {kind} {name}.")
 
     def _fill(self, target: Tensor, piece: _Piece, *, kind: str, name: str, at: int) -> None:
         """Straight from the file: a mapping would count its pages to this process."""

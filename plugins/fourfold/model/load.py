@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from fourfold.model.weights import Weights
 
+COMPARED = 2**22  # elements at a time
 MakeParameter = Callable[[torch.Size, torch.dtype], nn.Parameter]
 
 
@@ -57,6 +58,27 @@ def check(model: Any, weights: Weights) -> dict[str, str]:
                 f"{list(shape)}."
             )
     return tied
+
+
+def refuse_contradicting_ties(model: Any, weights: Weights) -> None:
+    """ValueError when config.json ties two parameters of which the files hold different values: one would be lost."""
+    for alias, name in tied_parameters(model).items():
+        if alias in weights.names() and not _same(weights, alias, name):
+            raise ValueError(
+                f"{weights.folder.absolute()}: config.json ties {alias} to {name} (tie_word_embeddings=true), but the "
+                f"files hold two different tensors. Set tie_word_embeddings to false in config.json if they were trained "
+                f"apart, or take {alias} out of the files."
+            )
+
+
+def _same(weights: Weights, one: str, other: str) -> bool:
+    """Bit by bit, a part at a time."""
+    count = weights.shape(one).numel()
+    return weights.shape(one) == weights.shape(other) and all(
+        torch.equal(weights.read(one, start=start, count=size), weights.read(other, start=start, count=size))
+        for start in range(0, count, COMPARED)
+        for size in [min(COMPARED, count - start)]
+    )
 
 
 def stored_shapes(model: Any) -> dict[str, torch.Size]:

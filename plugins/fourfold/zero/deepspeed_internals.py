@@ -112,6 +112,7 @@ def use_flat_gradients(optimizer: Any) -> None:
 
 
 NORM_BLOCK = 2**16
+GATHERED = 2**22  # elements of each rank that are published at a time
 
 
 def use_blocked_norm(optimizer: Any) -> None:
@@ -215,8 +216,13 @@ def publish_masters(engine: Any) -> None:
     """Make the training weights of every rank equal to the master weights. Collective over the shard group."""
     optimizer = engine.optimizer
     if not hasattr(optimizer, "fp32_partitioned_groups_flat"):
-        optimizer.update_lp_params()
-        for index in range(len(optimizer.bit16_groups)):
+        for index, master in enumerate(optimizer.single_partition_of_fp32_groups):
+            partitions, group = (
+                optimizer.parallel_partitioned_bit16_groups[index],
+                optimizer.real_dp_process_group[index],
+            )
+            partitions[dist.get_rank(group)].copy_(master)
+            _gather_partitions(partitions, group=group)
             optimizer._update_model_bit16_weights(index)
         return
     buffers = master_buffers(engine)
@@ -227,3 +233,11 @@ def publish_masters(engine: Any) -> None:
         for parameter in persistent:
             parameter.partition()
         persistent[0].all_gather(persistent)
+
+
+def _gather_partitions(partitions: list[Tensor], *, group: dist.ProcessGroup) -> None:
+    """Every rank's own partition to all, a little at a time: gloo holds what it gathers twice."""
+    mine = partitions[dist.get_rank(group)]
+    for start in range(0, mine.numel(), GATHERED):
+        parts = [partition[start : start + GATHERED] for partition in partitions]
+        dist.all_gather(parts, mine[start : start + GATHERED], group=group)
