@@ -7,31 +7,36 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from tests.e2e.launching import ACCELERATE, LOSS, NORM, OUR_TRACE, PATIENCE, command_to_go_on, run, updates, warm
 
 STEPS = 10
 WORDS = ["task=quickstart", "debug=cpu", f"max_steps={STEPS}", "overwrite=false", "export=false", "log_every=1"]
 
 
-def interrupt_after(step: int, *, output: Path) -> Callable[[int], None]:
-    """Wait for the update, then send what a terminal's Ctrl-C sends: SIGINT to every process of the group."""
+def interrupt_after(step: int, *, output: Path, number: signal.Signals) -> Callable[[int], None]:
+    """Wait for the update, then send what a terminal's Ctrl-C sends, SIGINT to every process of the group; or what a
+    scheduler sends, SIGTERM to the launcher."""
 
     def wait_and_send(group: int) -> None:
         end = time.monotonic() + PATIENCE
         while step not in updates(output):
             assert time.monotonic() < end
             time.sleep(0.02)
-        os.killpg(group, signal.SIGINT)
+        send = os.killpg if number is signal.SIGINT else os.kill
+        send(group, number)
 
     return wait_and_send
 
 
-def test_ctrl_c_saves_and_the_run_goes_on(tmp_path: Path, cache: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_saves_and_the_run_goes_on(tmp_path: Path, cache: Path, number: signal.Signals) -> None:
     """K14: ZeRO-3 saves at an interval, on the signal and at the end, and nobody waits for ever."""
     output = tmp_path / "out"
     words = [*WORDS, f"cache_dir={cache}", "tier=zero3", "save_every=2"]
     command = [*ACCELERATE, "-m", "fourfold", *words, "output_dir=out"]
-    stopped = run(command, folder=tmp_path, then=interrupt_after(3, output=output))
+    stopped = run(command, folder=tmp_path, then=interrupt_after(3, output=output, number=number))
     assert stopped.code != 0
     done = max(updates(output))
     assert 3 <= done < STEPS
@@ -39,7 +44,7 @@ def test_ctrl_c_saves_and_the_run_goes_on(tmp_path: Path, cache: Path) -> None:
     assert "stopped on request" in stopped.out
     assert str(newest) in "".join(stopped.out.split()), "where it is, in a table that folds"
     assert sorted(path.name for path in newest.iterdir()) == (
-        ["checkpoint.json", "rank-00000.safetensors", "rank-00001.safetensors"]
+        ["checkpoint.json", "config.json", "pieces.json", "rank-00000.safetensors", "rank-00001.safetensors"]
     )
     assert not list((output / "checkpoints").glob(".*"))
     assert not OUR_TRACE.search(stopped.err), stopped.err

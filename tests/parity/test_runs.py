@@ -96,8 +96,6 @@ def three_updates(ranks: RankPool, cache: str, tmp_path_factory: pytest.TempPath
     ("override", "says"),
     [
         ("global_batch_size=8", "global_batch_size=8 (there 4)"),
-        ("seq_len=32", "seq_len=32 (there 16)"),
-        ("seed=1", "seed=1 (there 0)"),
         ("optim=sgd", "optim.name=sgd (there adamw)"),
         ("data.max_documents=20", "data.max_documents=20 (there 24)"),
     ],

@@ -1,0 +1,150 @@
+"""Safetensors files written as a stream, digests, and the folder of checkpoints."""
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from fourfold.checkpoint import board as board_module
+from fourfold.checkpoint import files
+from fourfold.checkpoint.board import Board, RankLost
+from fourfold.checkpoint.files import Entry, digest_of, write_safetensors
+from fourfold.checkpoint.kept import complete_checkpoints, leftovers, newest, put_in_place, rotate, set_aside
+
+
+def entry(name: str, tensor: torch.Tensor, *, dtype: torch.dtype | None = None) -> Entry:
+    flat = tensor.reshape(-1)
+    return Entry(name, tuple(tensor.shape), dtype or tensor.dtype, lambda start, stop: flat[start:stop])
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 10_000])
+def test_what_is_streamed_is_what_safetensors_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int
+) -> None:
+    monkeypatch.setattr(files, "CHUNK", chunk)
+    tensors = {
+        "a": torch.randn(3, 5),
+        "scalar": torch.tensor(2.5),
+        "empty": torch.empty(0),
+        "not contiguous": torch.randn(4, 6).t(),
+        "half": torch.randn(9).half(),
+    }
+    entries = [entry(name, tensor) for name, tensor in tensors.items()]
+    entries.append(entry("rounded", tensors["a"], dtype=torch.bfloat16))
+    written = write_safetensors(tmp_path / "x.safetensors", entries, metadata={"format": "pt"})
+    loaded = load_file(tmp_path / "x.safetensors")
+    assert loaded.keys() == {*tensors, "rounded"}
+    for name, tensor in tensors.items():
+        assert loaded[name].dtype is tensor.dtype
+        assert torch.equal(loaded[name], tensor), name
+    assert torch.equal(loaded["rounded"], tensors["a"].bfloat16())
+    assert digest_of(tmp_path / "x.safetensors") == written
+    with safe_open(tmp_path / "x.safetensors", framework="pt") as file:
+        assert file.metadata() == {"format": "pt"}
+
+
+def test_a_digest_sees_one_bit(tmp_path: Path) -> None:
+    written = write_safetensors(tmp_path / "x", [entry("a", torch.zeros(1000))])
+    content = bytearray((tmp_path / "x").read_bytes())
+    content[-100] ^= 1
+    (tmp_path / "x").write_bytes(content)
+    found = digest_of(tmp_path / "x")
+    assert found.bytes == written.bytes
+    assert found.xxh3 != written.xxh3
+
+
+# ------------------------------------------------------------------------------------------------- the folder
+
+
+def checkpoints(folder: Path, *steps: int) -> None:
+    for step in steps:
+        path = folder / f"step-{step:08d}"
+        path.mkdir()
+        (path / "checkpoint.json").write_text("{}")
+
+
+def numbers(folder: Path) -> list[int]:
+    return [int(path.name[-8:]) for path in complete_checkpoints(folder)]
+
+
+@pytest.mark.parametrize(
+    ("keep_last", "keep_every", "left"),
+    [
+        (None, None, [10, 20, 30, 40, 50]),
+        (2, None, [40, 50]),
+        (1, None, [50]),
+        (0, None, [50]),
+        (9, None, [10, 20, 30, 40, 50]),
+        (1, 20, [20, 40, 50]),
+        (2, 30, [30, 40, 50]),
+    ],
+)
+def test_rotation(tmp_path: Path, keep_last: int | None, keep_every: int | None, left: list[int]) -> None:
+    checkpoints(tmp_path, 10, 20, 30, 40, 50)
+    (tmp_path / "step-00000060").mkdir()  # not complete: does not count, and is not ours to remove
+    rotate(tmp_path, keep_last=keep_last, keep_every=keep_every)
+    assert numbers(tmp_path) == left
+    assert (tmp_path / "step-00000060").is_dir()
+    assert not leftovers(tmp_path)
+
+
+def test_a_folder_takes_the_place_of_another(tmp_path: Path) -> None:
+    checkpoints(tmp_path, 3)
+    aside = tmp_path / ".step-00000003.partial"
+    aside.mkdir()
+    (aside / "checkpoint.json").write_text("new")
+    assert leftovers(tmp_path) == [aside]
+    put_in_place(aside, tmp_path / "step-00000003")
+    assert (tmp_path / "step-00000003" / "checkpoint.json").read_text() == "new"
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000003"]
+
+
+def test_damaged_ones_are_kept_beside(tmp_path: Path) -> None:
+    for name in ("broken-step-00000003", "broken-step-00000003.2"):
+        checkpoints(tmp_path, 3)
+        assert set_aside(tmp_path / "step-00000003").name == name
+    assert newest(tmp_path) is None
+
+
+# -------------------------------------------------------------------------------------------------- the board
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> dist.Store:
+    store = dist.HashStore()
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
+    return store
+
+
+@pytest.mark.usefixtures("store")
+def test_notices_reach_other_ranks() -> None:
+    first, second = (Board(rank=rank, world_size=2) for rank in range(2))
+    found: list[object] = []
+    reader = threading.Thread(target=lambda: found.append(second.gather("x", {"from": 1})))
+    reader.start()
+    assert first.gather("x", None) == [None, {"from": 1}]
+    reader.join()
+    assert found == [[None, {"from": 1}]]
+
+
+@pytest.mark.usefixtures("store")
+def test_who_gives_no_sign_of_life_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(board_module, "SILENCE", 0.5)
+    monkeypatch.setattr(board_module, "BEAT", 0.05)
+    first = Board(rank=0, world_size=2)
+    with pytest.raises(RankLost, match="rank 1 has given no sign of life"):
+        first.read("never", of=1)
+
+
+@pytest.mark.usefixtures("store")
+def test_who_lives_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(board_module, "SILENCE", 0.5)
+    monkeypatch.setattr(board_module, "BEAT", 0.05)
+    first, second = (Board(rank=rank, world_size=2) for rank in range(2))
+    late = threading.Timer(1.5, lambda: second.post("late", 7))
+    late.start()
+    assert first.read("late", of=1) == 7
