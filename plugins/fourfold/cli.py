@@ -65,13 +65,16 @@ def _train(composed: DictConfig) -> int:
 
 def export_command(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(
-        prog="fourfold export", description="Write the Hugging Face folder of a run's newest or of a given checkpoint."
+        prog="fourfold export", description="Make something else of a run's newest or of a given checkpoint."
     )
     parser.add_argument("checkpoint", type=Path, help="folder of a run, or of one checkpoint (step-00000040)")
     parser.add_argument("target", type=Path, help="folder to write; must not exist yet")
-    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="default: that of the model")
+    parser.add_argument(
+        "--to", choices=("hf", "deepspeed"), default="hf", help="Hugging Face folder, or DeepSpeed universal checkpoint"
+    )
+    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="of hf; default: that of the model")
     options = parser.parse_args(arguments)
     from fourfold.checkpoint.export import export_checkpoint
 
-    print(export_checkpoint(options.checkpoint, target=options.target, dtype=options.dtype))
+    print(export_checkpoint(options.checkpoint, target=options.target, dtype=options.dtype, to=options.to))
     return 0

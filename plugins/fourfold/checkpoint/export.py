@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
-from fourfold.checkpoint.files import Entry, sync, write_safetensors
+from fourfold.checkpoint.files import Entry, disk_errors, sync, write_safetensors
 from fourfold.checkpoint.kept import newest
 from fourfold.checkpoint.pieces import INDEX, MASTER, WEIGHT, Pieces, fault, read_index
+from fourfold.checkpoint.universal import export_universal
 from fourfold.output import CHECKPOINTS
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -35,18 +36,17 @@ def export(
     pieces = Pieces(checkpoint)
     aside = target.with_name(f".{target.name}.partial")
     try:
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir(parents=True)
-        _copy_other_files(source, aside)
-        _write_config(config, aside / "config.json", dtype=dtype, changes=changes or {})
-        _write_weights(pieces, aside, dtype=DTYPES[dtype])
-        (aside / "README.md").write_text(_model_card(pieces.index, source=source))
-        for path in aside.iterdir():
-            sync(path)
-        shutil.rmtree(target, ignore_errors=True)
-        aside.rename(target)
-    except OSError as error:
-        raise ValueError(f"{target.absolute()} cannot be written: {error}.") from None
+        with disk_errors(str(target.absolute())):
+            shutil.rmtree(aside, ignore_errors=True)
+            aside.mkdir(parents=True)
+            _copy_other_files(source, aside)
+            _write_config(config, aside / "config.json", dtype=dtype, changes=changes or {})
+            _write_weights(pieces, aside, dtype=DTYPES[dtype])
+            (aside / "README.md").write_text(_model_card(pieces.index, source=source))
+            for path in aside.iterdir():
+                sync(path)
+            shutil.rmtree(target, ignore_errors=True)
+            aside.rename(target)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
     return target
@@ -122,8 +122,9 @@ def _model_card(index: dict[str, Any], *, source: Path) -> str:
     )
 
 
-def export_checkpoint(checkpoint: Path, *, target: Path, dtype: str | None) -> Path:
-    """Export a checkpoint, or the newest of a run's folder, with the model folder that its index remembers."""
+def export_checkpoint(checkpoint: Path, *, target: Path, dtype: str | None = None, to: str = "hf") -> Path:
+    """Export a checkpoint, or the newest of a run's folder: `to` hf, with the model folder that its index remembers, or
+    to deepspeed. Raises ValueError if there is none, it is damaged, or `target` exists."""
     if not (checkpoint / INDEX).is_file():
         found = newest(checkpoint / CHECKPOINTS)
         if found is None:
@@ -131,11 +132,13 @@ def export_checkpoint(checkpoint: Path, *, target: Path, dtype: str | None) -> P
         checkpoint = found
     if target.exists():
         raise ValueError(f"{target.absolute()} exists already: give a folder that does not.")
+    damage = fault(checkpoint)
+    if damage:
+        raise ValueError(f"Checkpoint {checkpoint.absolute()} is damaged: {damage}. Export an earlier one.")
+    if to == "deepspeed":
+        return export_universal(checkpoint, target=target)
     run = read_index(checkpoint)["run"]
     source = Path(run["folder"])
     if not source.is_dir():
         raise ValueError(f"The model folder {source} that {checkpoint} was trained from is gone; put it back.")
-    damage = fault(checkpoint)
-    if damage:
-        raise ValueError(f"Checkpoint {checkpoint.absolute()} is damaged: {damage}. Export an earlier one.")
     return export(checkpoint, source=source, target=target, dtype=dtype, changes=run["config_changes"])
