@@ -88,6 +88,9 @@ def test_export_command(quickstart: Path) -> None:
     assert "fourfold export runs/quickstart exported" in COMMANDS
     run("fourfold export runs/quickstart exported", quickstart)
     assert (quickstart / "exported" / "model.safetensors").is_file()
+    assert "fourfold export runs/quickstart exported-deepspeed --to deepspeed" in COMMANDS
+    run("fourfold export runs/quickstart exported-deepspeed --to deepspeed", quickstart)
+    assert (quickstart / "exported-deepspeed" / "latest_universal").read_text() == "global_step60"
 
 
 def test_settings_command(tmp_path: Path) -> None:
