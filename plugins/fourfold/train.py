@@ -19,8 +19,8 @@ from fourfold.checkpoint.find import checkpoint_to_resume, settings_that_must_no
 from fourfold.checkpoint.pieces import write_json
 from fourfold.data.loader import Loader, eval_batches, total_updates
 from fourfold.data.prepared import Prepared, prepare
-from fourfold.data.rows import StreamRowSet
-from fourfold.data.tokens import check_vocabulary, pad_id
+from fourfold.data.stream import StreamRowSet
+from fourfold.data.vocabulary import check_vocabulary, pad_id
 from fourfold.device import choose_device, device_name, start_process_group
 from fourfold.errors import INTERRUPTED_EXIT, rank, world_size
 from fourfold.launch import command_to_go_on, launched_at
