@@ -6,64 +6,21 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from fourfold.data import work
 from fourfold.data.fingerprint import cache_key
 from fourfold.data.pack import COLUMNS
 from fourfold.data.pieces import IGNORE
-from fourfold.data.prepared import Prepared, prepare
 from fourfold.data.rows import RowSet
 from fourfold.data.stream import StreamRowSet
-from fourfold.schema import DataConfig, Packing, SourceKind
-
-TEMPLATE = (
-    "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }} </s>{% endgeneration %}"
-    "{% else %}{{ m.content }} {% endif %}{% endfor %}"
-)
-
-
-def tokenizer() -> PreTrainedTokenizerFast:
-    """One token a number: word `7` is id 9."""
-    words = ["<pad>", "</s>", *map(str, range(500))]
-    backend = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="<pad>"))
-    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    backend.add_special_tokens(["</s>"])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend, pad_token="<pad>", eos_token="</s>", chat_template=TEMPLATE
-    )
-
-
-def write_documents(file: Path, count: int, *, first: int = 0) -> DataConfig:
-    """Document i says the number i, i % 3 + 2 times."""
-    rows = [{"text": " ".join([str(i)] * (i % 3 + 2))} for i in range(first, first + count)]
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return DataConfig(kind=SourceKind.jsonl, path=str(file), packing=Packing.concat)
-
-
-def make(data: DataConfig, tmp_path: Path, *, seq_len: int = 8, seed: int = 0, show: bool = False) -> Prepared:
-    return prepare(
-        data, tokenizer=tokenizer(), seq_len=seq_len, seed=seed, cache_dir=tmp_path / "cache", show_progress=show
-    )
-
-
-def all_rows(rows: RowSet | StreamRowSet) -> list[dict[str, list[int]]]:
-    found: Iterable[dict[str, np.ndarray]]
-    found = rows if isinstance(rows, StreamRowSet) else map(rows.row, range(len(rows)))
-    return [{name: row[name].tolist() for name in COLUMNS} for row in found]
-
-
-def spoken(rows: RowSet | StreamRowSet | None) -> set[int]:
-    """The documents, by their number, that have tokens in these rows."""
-    assert rows is not None
-    return {token - 2 for row in all_rows(rows) for token in row["input_ids"]} - {-2, -1}
+from fourfold.schema import DataConfig, SourceKind
+from tests.unit.data_making import all_rows, make, spoken, tokenizer, write_documents
 
 
 @pytest.fixture
@@ -277,13 +234,13 @@ import sys, time
 from pathlib import Path
 from fourfold.data import work
 sys.path.insert(0, sys.argv[1])
-import test_data_prepared as tests
+from tests.unit import data_making as tests
 from fourfold.schema import DataConfig, SourceKind
 
 def logged(data, *, path=None, read=work.documents):
     with open(sys.argv[3] + "/log", "a") as log:
         log.write(f"{sys.argv[4]}\\n")
-    time.sleep(0.5)
+    time.sleep(float(sys.argv[5]))
     return read(data, path=path)
 
 work.documents = logged
@@ -296,12 +253,16 @@ print(tests.all_rows(made.train))
 """
 
 
-def two_at_once(file: Path, folder: Path) -> list[subprocess.CompletedProcess[str]]:
+def two_at_once(file: Path, folder: Path, *, seconds: float = 0.5) -> list[subprocess.CompletedProcess[str]]:
     """Two processes that call `prepare` at the same moment."""
-    folder.mkdir()
-    arguments = [sys.executable, "-W", "error", "-c", WORKER, str(Path(__file__).parent), str(file), str(folder)]
+    folder.mkdir(exist_ok=True)
+    (folder / "go").unlink(missing_ok=True)
+    for ready in folder.glob("ready*"):
+        ready.unlink()
+    arguments = [sys.executable, "-W", "error", "-c", WORKER, str(Path(__file__).parents[2]), str(file), str(folder)]
     running = [
-        subprocess.Popen([*arguments, name], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for name in "ab"
+        subprocess.Popen([*arguments, name, str(seconds)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for name in "ab"
     ]
     for _ in itertools.takewhile(lambda _: not all((folder / f"ready{name}").exists() for name in "ab"), range(6000)):
         assert all(process.poll() is None for process in running), [process.communicate() for process in running]
@@ -316,10 +277,23 @@ def two_at_once(file: Path, folder: Path) -> list[subprocess.CompletedProcess[st
 
 def test_two_processes_prepare_once(tmp_path: Path) -> None:
     data = write_documents(tmp_path / "d.jsonl", 30)
-    done = two_at_once(Path(data.path), tmp_path / "shared")
+    done = two_at_once(Path(data.path or ""), tmp_path / "shared")
     assert [process.returncode for process in done] == [0, 0], done
     assert done[0].stdout == done[1].stdout == f"{all_rows(make(data, tmp_path).train)}\n"
     assert len((tmp_path / "shared" / "log").read_text().split()) == 1
+
+
+def test_r01_ranks_wait_as_long_as_it_takes_and_start_at_once_the_second_time(tmp_path: Path) -> None:
+    """On a file lock, before any process group: no timeout of a collective counts."""
+    data = write_documents(tmp_path / "d.jsonl", 30)
+    place = tmp_path / "shared"
+    done = two_at_once(Path(data.path or ""), place, seconds=3.0)
+    assert [process.returncode for process in done] == [0, 0], done
+    assert all("torch.distributed" not in process.stderr for process in done)
+    assert len((place / "log").read_text().split()) == 1
+    done = two_at_once(Path(data.path or ""), place, seconds=30.0)  # would run into the patience of the test
+    assert [process.returncode for process in done] == [0, 0], done
+    assert len((place / "log").read_text().split()) == 1
 
 
 def test_two_processes_refuse_at_once(tmp_path: Path) -> None:
