@@ -14,6 +14,7 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from .mixture import MixtureRows
 from .pack import COLUMNS, Row, padding_row
@@ -131,11 +132,6 @@ class Loader:
                 shortcut=window.shortcut,
             )
 
-    def _order(self, rows: Rows | MixtureRows, *, epoch: int) -> np.ndarray:
-        if isinstance(rows, MixtureRows):
-            return rows.order(seed=self._seed, epoch=epoch)
-        return epoch_order(len(rows), seed=self._seed, epoch=epoch)
-
     def _shuffled(self, rows: Rows | MixtureRows, *, start_row: int, total: int) -> Iterator[_Window]:
         size, length = self._global_batch_size, len(rows)
         epochs, updates = divmod(total, updates_per_epoch(length, size))
@@ -143,7 +139,7 @@ class Loader:
         position = start_row
         while position < end:
             epoch, done = divmod(position, length)
-            order = self._order(rows, epoch=epoch)
+            order = _order(rows, seed=self._seed, epoch=epoch)
             for first in range(done, min(length, end - epoch * length), size):
                 items = order[first : min(first + size, end - epoch * length)].tolist()
                 position += len(items)
@@ -180,6 +176,19 @@ class _Pass:
     @classmethod
     def of(cls, shortcut: Shortcut) -> "_Pass":
         return cls(**{**shortcut, "mark": Mark(**shortcut["mark"])})
+
+
+def _order(rows: Rows | MixtureRows, *, seed: int, epoch: int) -> NDArray[np.int64]:
+    if isinstance(rows, MixtureRows):
+        return rows.order(seed=seed, epoch=epoch)
+    return epoch_order(len(rows), seed=seed, epoch=epoch)
+
+
+def first_rows(rows: Rows | MixtureRows | StreamRowSet, *, seed: int) -> Iterator[Row]:
+    """Those of the first epoch, in the order in which updates take them."""
+    if isinstance(rows, StreamRowSet):
+        return iter(rows)
+    return (rows.row(int(number)) for number in _order(rows, seed=seed, epoch=0))
 
 
 def eval_batches(

@@ -29,6 +29,10 @@ class PackStats:
         """Share of the positions that hold a token."""
         return self.tokens / max(self.tokens + self.padding, 1)
 
+    @property
+    def left_out(self) -> int:
+        return self.empty_documents + self.documents_without_target + self.dropped_documents
+
     def count_length(self, tokens: int) -> None:
         bucket = tokens.bit_length() - 1
         self.lengths += [0] * (bucket + 1 - len(self.lengths))
@@ -45,3 +49,21 @@ def total(parts: Iterable[PackStats]) -> PackStats:
         longer, shorter = sorted((result.lengths, part.lengths), key=len, reverse=True)
         result.lengths = [count + (shorter[i] if i < len(shorter) else 0) for i, count in enumerate(longer)]
     return result
+
+
+def described(stats: PackStats) -> str:
+    """Documents: how many, which were left out and why, which were cut."""
+    told = [f"{stats.documents} documents"]
+    left_out = {
+        "empty": stats.empty_documents,
+        "without target": stats.documents_without_target,
+        "too long": stats.dropped_documents,
+    }
+    reasons = [f"{count} {reason}" for reason, count in left_out.items() if count]
+    if reasons:
+        told.append(f"left out: {' and '.join(reasons)}")
+    if stats.truncated_documents:
+        told.append(f"{stats.truncated_documents} truncated by {stats.truncated_tokens} tokens")
+    if stats.cut_documents:
+        told.append(f"{stats.cut_documents} cut over rows")
+    return ", ".join(told)
