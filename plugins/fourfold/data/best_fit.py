@@ -13,7 +13,7 @@ def best_fit(lengths: Sequence[int], *, capacity: int) -> list[list[int]]:
     rows: list[list[int]] = []
     rooms: list[int] = []  # the distinct ones, sorted
     rows_of: dict[int, list[int]] = {}  # room -> rows that have it, the newest last
-    for number in sorted(range(len(lengths)), key=lambda one: (-lengths[one], one)):
+    for number in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):  # equal ones in their order
         length = lengths[number]
         assert 0 < length <= capacity, (length, capacity)
         at = bisect_left(rooms, length)

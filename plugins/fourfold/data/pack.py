@@ -70,7 +70,8 @@ def pack_from(
     seq_len = settings.seq_len
     assert seq_len > 0, seq_len
     pieces = labelled(documents, seq_len=seq_len, long_documents=settings.long_documents, stats=stats)
-    pieces = _begun(pieces, place=place)
+    if place != Place():
+        pieces = _begun(pieces, place=place)
     fill = {Packing.best_fit: fill_best, Packing.concat: fill_concat, Packing.none: fill_alone}[settings.packing]
     for number, packed in enumerate(fill(pieces, seq_len=seq_len, stats=stats)):
         if number >= place.rows:

@@ -46,12 +46,13 @@ def labelled(
             continue
         stats.count_length(len(input_ids))
         piece = _labelled(input_ids, is_target, number=number)
-        if len(input_ids) > seq_len and _has_target(piece):
+        wanted = _has_target(piece)
+        if wanted and len(input_ids) > seq_len:
             kept = _shortened(piece, is_target, seq_len=seq_len, long_documents=long_documents, stats=stats)
             if kept is None:
                 continue
-            piece = kept
-        if _has_target(piece):
+            piece, wanted = kept, _has_target(kept)
+        if wanted:
             yield piece
         else:
             stats.documents_without_target += 1
@@ -59,6 +60,9 @@ def labelled(
 
 def cut(piece: Piece, *, seq_len: int) -> Iterator[Piece]:
     """Stretches of `seq_len` and the rest. The last position of each still predicts the next token of the document."""
+    if len(piece.ids) <= seq_len:
+        yield piece
+        return
     for start in range(0, len(piece.ids), seq_len):
         yield piece.after(start).up_to(seq_len)
 
