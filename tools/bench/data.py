@@ -5,17 +5,19 @@
 
 Documents are the standard library's sources. Efficiency is the share of positions that hold a token. Speed is
 that of tokenising, packing and writing rows to disk over datasets.map with the fast tokenizer alone, which writes tokens
-to disk too; both in turn, in one process, each run from an empty folder.
+to disk too; both in turn, in one process, each run from an empty folder. Seconds are those of the processor, so that
+others on the machine do not count; one thread of the tokenizer.
 """
 
 import argparse
 import os
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from common import console, median_ratio, table, timed, verdict
+from common import console, median_ratio, table, verdict
 
 SMOLLM2 = Path("/tmp/smollm2")
 FULL = 0.99  # target: share of positions that hold a token
@@ -100,10 +102,7 @@ def _speed(texts: list[str], *, name: str, tokenizer: Any, runs: int, scratch: P
     scratch.mkdir()
     ours, theirs = [], []
     for number in range(runs + 1):
-        found = [
-            timed(lambda work=work, folder=scratch / f"{work.__name__}-{number}": work(texts, tokenizer, folder))[0]
-            for work in _in_turn(number)
-        ]
+        found = [_seconds(work, texts, tokenizer, scratch / f"{work.__name__}-{number}") for work in _in_turn(number)]
         if number:  # the first one warms up
             one, other = found if number % 2 else reversed(found)
             ours.append(one)
@@ -125,6 +124,12 @@ def _speed(texts: list[str], *, name: str, tokenizer: Any, runs: int, scratch: P
         verdict(-ratio, -SPEED),
     )
     return made
+
+
+def _seconds(work: Callable[[list[str], Any, Path], None], texts: list[str], tokenizer: Any, folder: Path) -> float:
+    start = time.process_time()
+    work(texts, tokenizer, folder)
+    return time.process_time() - start
 
 
 def _in_turn(number: int) -> list[Callable[[list[str], Any, Path], None]]:

@@ -69,8 +69,11 @@ def cut(piece: Piece, *, seq_len: int) -> Iterator[Piece]:
 
 def _labelled(input_ids: Sequence[int], is_target: Sequence[bool], *, number: int) -> Piece:
     ids = np.asarray(input_ids, np.int32)
-    labels = np.full(len(ids), IGNORE, np.int32)
-    labels[:-1] = np.where(np.asarray(is_target[1:], bool), ids[1:], IGNORE)
+    labels = np.empty_like(ids)
+    labels[:-1] = ids[1:]
+    if not all(is_target):  # of a text they all are
+        labels[:-1][~np.asarray(is_target[1:], bool)] = IGNORE
+    labels[-1] = IGNORE
     return Piece(ids, labels, number)
 
 
