@@ -118,6 +118,7 @@ class Loader:
         )
         if isinstance(rows, StreamRowSet):
             begin = _Pass.of(shortcut) if shortcut else _Pass()
+            assert begin.position <= start_row, (shortcut, start_row)
             windows = self._stream(rows, begin=begin, start_row=start_row, total=total)
             return self._deal(windows, fetch=lambda row: row)
         return self._deal(self._shuffled(rows, start_row=start_row, total=total), fetch=rows.row)
@@ -149,8 +150,8 @@ class Loader:
         size = self._global_batch_size
         while True:
             stream = rows.read(begin.mark)
-            passed = begin.mark.passed if begin.mark else 0
-            passed += sum(1 for _ in itertools.islice(stream, max(start_row - begin.rows - passed, 0)))
+            skipped = sum(1 for _ in itertools.islice(stream, max(start_row - begin.position, 0)))
+            passed = begin.position - begin.rows + skipped
             updates = begin.updates + updates_per_epoch(passed, size)
             while updates < total and (taken := list(itertools.islice(stream, size))):
                 passed, updates = passed + len(taken), updates + 1
@@ -169,6 +170,10 @@ class _Pass:
     rows: int = 0  # before this pass
     updates: int = 0  # before this pass
     mark: Mark | None = None
+
+    @property
+    def position(self) -> int:
+        return self.rows + (self.mark.passed if self.mark else 0)
 
     def at(self, mark: Mark) -> Shortcut:
         return asdict(replace(self, mark=mark))
