@@ -1,4 +1,4 @@
-"""The commands: `fourfold [train] <overrides>`, `fourfold export`. Nothing heavy is imported before a run is certain."""
+"""The commands: `fourfold [train] <overrides>`, `fourfold data`, `fourfold export`. Nothing heavy is imported before a run is certain."""
 
 import argparse
 import os
@@ -20,6 +20,9 @@ def main() -> None:
     command = sys.argv[1] if len(sys.argv) > 1 else ""
     if command == "export":
         run_and_exit(lambda: export_command(sys.argv[2:]))
+    if command == "data":
+        data_command(sys.argv[2:])
+        return
     if command == "train":
         del sys.argv[1]
     register_schema()
@@ -61,6 +64,36 @@ def _train(composed: DictConfig) -> int:
     from fourfold.train import train
 
     return train(config, plain=to_plain(composed))
+
+
+def data_command(arguments: list[str]) -> None:
+    parser = argparse.ArgumentParser(
+        prog="fourfold data",
+        usage="fourfold data [--rows N] [--full] task=... [key=value ...]",
+        description="Show what a run would learn from: counts, lengths of documents, and packed rows with their targets.",
+        epilog="Whatever else is given goes to Hydra, as for a run: task=quickstart data=jsonl data.path=chats.jsonl",
+    )
+    parser.add_argument("--rows", type=int, default=2, help="how many rows to show, as the run gets them (default: 2)")
+    parser.add_argument("--full", action="store_true", help="show them from end to end")
+    options, overrides = parser.parse_known_args(arguments)
+
+    @hydra.main(version_base="1.3", config_path=str(CONF), config_name="train")
+    def compose_and_look(composed: DictConfig) -> None:
+        run_and_exit(lambda: _look(composed, rows=options.rows, full=options.full))
+
+    sys.argv[1:] = overrides
+    register_schema()
+    compose_and_look()
+
+
+def _look(composed: DictConfig, *, rows: int, full: bool) -> int:
+    from fourfold.config import to_train_config
+
+    config = to_train_config(composed)
+    from fourfold.data.look import look
+
+    look(config, rows=rows, full=full)
+    return 0
 
 
 def export_command(arguments: list[str]) -> int:

@@ -4,7 +4,7 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from fourfold import schema
@@ -31,6 +31,8 @@ def to_train_config(composed: DictConfig) -> schema.TrainConfig:
     unknown = sorted(_unknown_keys(composed, schema.TrainConfig, prefix=""))
     if unknown:
         raise ValueError(f"Unknown keys: {', '.join(unknown)}. `fourfold train --cfg job` shows all keys there are.")
+    if composed.data.sources is not None and OmegaConf.is_missing(composed.data, "path"):
+        composed.data.path = None  # the file of a group asks for a path, and a mixture has those of its sources
     missing = sorted(_missing_keys(composed, prefix=""))
     if missing:
         raise ValueError(
@@ -76,6 +78,10 @@ def _missing_keys(node: DictConfig, *, prefix: str) -> list[str]:
             found.append(f"{prefix}{name}")
         elif isinstance(node[name], DictConfig):
             found += _missing_keys(node[name], prefix=f"{prefix}{name}.")
+        elif isinstance(node[name], ListConfig):
+            for number, entry in enumerate(node[name]):
+                if isinstance(entry, DictConfig):
+                    found += _missing_keys(entry, prefix=f"{prefix}{name}[{number}].")
     return found
 
 

@@ -9,7 +9,7 @@ from operator import attrgetter
 from typing import Any
 
 from fourfold.layout import Layout, largest_divisor, resolve
-from fourfold.schema import Offload, Precision, TrainConfig
+from fourfold.schema import DataConfig, MixtureSource, Offload, Precision, TrainConfig
 
 EXPORT_DTYPES = ("bfloat16", "float16", "float32")
 
@@ -33,6 +33,7 @@ def check(config: TrainConfig, *, world_size: int, environment: Mapping[str, str
     problems += precision(config)
     problems += ranges(config)
     problems += length(config)
+    problems += data(config)
     problems += exported(config)
     problems += optimiser(config)
     problems += launcher(config, environment=environment)
@@ -42,6 +43,11 @@ def check(config: TrainConfig, *, world_size: int, environment: Mapping[str, str
     _raise(problems)
     assert layout is not None
     return layout
+
+
+def check_data(config: TrainConfig) -> None:
+    """Rules of the data alone."""
+    _raise(list(data(config)))
 
 
 def check_model(config: TrainConfig, *, model_config: Any, attn_implementation: str) -> None:
@@ -111,10 +117,7 @@ def ranges(config: TrainConfig) -> Iterator[str]:
         "optim.decay_steps": 0,
         "cluster.gpus_per_node": 1,
     }
-    for key, bound in least.items():
-        value = attrgetter(key)(config)
-        if value is not None and value < bound:
-            yield f"{key}={value}: use {bound} or more."
+    yield from _at_least("", config, least)
     for key in ("learning_rate", "weight_decay", "max_grad_norm", "adam_epsilon", "momentum"):
         value = getattr(config.optim, key)
         if not 0 <= value < inf:
@@ -143,11 +146,54 @@ def length(config: TrainConfig) -> Iterator[str]:
         yield "Neither max_steps nor num_epochs says when to stop: give one of them (both: whichever comes first)."
     if config.data.streaming and config.max_steps is None:
         yield "data.streaming=true has no known length: give max_steps."
-    if config.data.eval_path is not None and config.data.eval_documents:
+
+
+def data(config: TrainConfig) -> Iterator[str]:
+    settings = config.data
+    yield from _at_least("data", settings, {"eval_documents": 0, "max_documents": 1, "num_proc": 1})
+    if settings.eval_path is not None and settings.eval_documents:
         yield (
-            f"data.eval_path={config.data.eval_path} and data.eval_documents={config.data.eval_documents} are two "
-            f"sources of evaluation data: keep one."
+            f"data.eval_path={settings.eval_path} and data.eval_documents={settings.eval_documents} are two sources of "
+            f"evaluation data: keep one."
         )
+    if settings.sources is None and settings.path is None:
+        yield "Neither data.path nor data.sources says where the data lie: give one of them."
+    if settings.sources is not None:
+        yield from mixture(settings, sources=settings.sources)
+
+
+def mixture(settings: DataConfig, *, sources: list[MixtureSource]) -> Iterator[str]:
+    if not sources:
+        yield "data.sources=[] is a mixture of nothing: list a source, or use data.path."
+    if settings.path is not None:
+        yield f"data.path={settings.path} and data.sources ({len(sources)}) exclude each other: set data.path=null."
+    if settings.eval_documents:
+        yield (
+            f"data.eval_documents={settings.eval_documents} would be held out of which of the {len(sources)} sources? "
+            f"Use data.eval_path=<documents to evaluate on> and data.eval_documents=0."
+        )
+    for number, source in enumerate(sources):
+        name = f"data.sources[{number}]"
+        yield from _at_least(name, source, {"max_documents": 1})
+        for key in ("weight", "epochs"):
+            value = getattr(source, key)
+            if value is not None and not 0 < value < inf:
+                yield f"{name}.{key}={value}: use more than 0, or take the source out."
+    weighted = sum(source.weight is not None for source in sources)
+    repeated = sum(source.epochs is not None for source in sources)
+    if 0 < weighted < len(sources):
+        yield f"{weighted} of {len(sources)} data.sources have a weight: give one to all of them or to none."
+    if weighted and repeated:
+        yield "data.sources has weights and epochs, which both say how much of a source is taken: keep one of the two."
+    if settings.streaming and repeated:
+        yield "data.sources with epochs and data.streaming=true: a stream has no known length; use weights."
+
+
+def _at_least(prefix: str, settings: object, least: Mapping[str, int]) -> Iterator[str]:
+    for key, bound in least.items():
+        value = attrgetter(key)(settings)
+        if value is not None and value < bound:
+            yield f"{prefix}.{key}={value}: use {bound} or more." if prefix else f"{key}={value}: use {bound} or more."
 
 
 def exported(config: TrainConfig) -> Iterator[str]:

@@ -91,6 +91,7 @@ class TrainingLoop:
                 rows=update.rows_after,
                 tokens=progress.tokens + counts.tokens,
                 skipped=progress.skipped + (counts.targets == 0),
+                shortcut=update.shortcut,
             )
             outcome.progress, longest = progress, max(longest, seconds)
             if math.isnan(outcome.first_loss):

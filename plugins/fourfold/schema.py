@@ -32,8 +32,25 @@ class Checkpointing(StrEnum):
 
 class SourceKind(StrEnum):
     text = "text"  # local files, one document each
-    jsonl = "jsonl"  # one JSON object a line: `text` or `messages`
+    jsonl = "jsonl"  # one JSON object a line
+    parquet = "parquet"
+    csv = "csv"  # with a header; *.tsv is separated by tabs
     datasets = "datasets"  # anything datasets.load_dataset or load_from_disk takes
+
+
+class Packing(StrEnum):
+    best_fit = "best_fit"  # documents whole, each in the row that it fills best
+    concat = "concat"  # one after the other, cut where a row ends
+    none = "none"  # one document a row
+
+
+class LongDocuments(StrEnum):
+    """What becomes of a document of more than seq_len tokens."""
+
+    split = "split"  # type: ignore[assignment]  # hides str.split; rows of its own, nothing is lost
+    truncate = "truncate"  # its first seq_len tokens
+    drop = "drop"  # left out and counted
+    error = "error"
 
 
 class Device(StrEnum):
@@ -73,18 +90,46 @@ class ModelConfig:
 
 
 @dataclass
+class MixtureSource:
+    """One entry of data.sources; a key that is not set is that of data itself."""
+
+    path: str = MISSING
+    kind: SourceKind | None = None
+    pattern: str | None = None
+    subset: str | None = None
+    split: str | None = None
+    text_column: str | None = None
+    messages_column: str | None = None
+    prompt_column: str | None = None
+    completion_column: str | None = None
+    input_ids_column: str | None = None
+    labels_column: str | None = None
+    max_documents: int | None = None
+    weight: float | None = None  # share of the rows, relative to the other weights; all sources have one or none
+    epochs: float | None = None  # passes over this source in one epoch of the mixture; excludes weights
+
+
+@dataclass
 class DataConfig:
     kind: SourceKind = SourceKind.text
-    path: str = MISSING  # folder, file, hub id; `stdlib` for the sources of the running Python's standard library
+    path: str | None = MISSING  # folder, file, hub id; `stdlib`: the running Python's own; None beside `sources`
+    sources: list[MixtureSource] | None = None  # a mixture, instead of `path`
     pattern: str = "**/*"  # kind=text: which files below `path` (`stdlib` too)
     subset: str | None = None  # kind=datasets: configuration name
     split: str = "train"
+    # a row's columns, the first kind that it has: messages, prompt and completion, input_ids, text
     text_column: str = "text"
     messages_column: str = "messages"
+    prompt_column: str = "prompt"
+    completion_column: str = "completion"  # what is to be learned; the prompt is not
+    input_ids_column: str = "input_ids"  # tokens already; no bos or eos is added
+    labels_column: str = "labels"  # beside input_ids, as long, not shifted: the token itself, or -100
+    packing: Packing = Packing.best_fit
+    long_documents: LongDocuments = LongDocuments.split
     streaming: bool = False  # never hold the data set; needs max_steps and no num_epochs, holds out its first documents
-    max_documents: int | None = None
+    max_documents: int | None = None  # blank ones not counted
     eval_path: str | None = None  # same kind, its own documents
-    eval_documents: int = 0  # this many documents are held out, chosen by seed; excludes eval_path
+    eval_documents: int = 0  # this many documents are held out, chosen by seed; excludes eval_path and sources
     num_proc: int | None = None  # tokenising processes; None: one
 
 

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fourfold.data.stats import described
 from fourfold.log import print_table, short
 from fourfold.loop import Outcome
 from fourfold.planner.flops import parameter_count
@@ -88,12 +89,12 @@ def _checkpointing(plan: "Plan") -> str:
 
 
 def _data(plan: "Plan") -> str:
-    if plan.config.data.streaming:
-        return f"{plan.config.data.path}, streamed"
-    stats = plan.data.stats
-    left_out = f", {stats.documents_without_target} without target left out" if stats.documents_without_target else ""
+    data, stats = plan.config.data, plan.data.stats
+    where = data.path if data.sources is None else f"{len(data.sources)} sources"
+    if data.streaming:
+        return f"{where}, streamed, {data.packing.value}"
     held_out = f", {plan.data.eval_stats.rows} rows held out" if plan.data.eval_stats else ""
     return (
-        f"{plan.config.data.path}: {stats.documents} documents{left_out} in {stats.rows} rows, {short(stats.targets)} targets, "
-        f"{stats.efficiency:.1%} filled{held_out}"
+        f"{where}: {described(stats)}; {sum(one.rows_per_epoch for one in plan.data.sources)} rows an epoch ({data.packing.value}), "
+        f"{short(stats.targets)} targets, {stats.efficiency:.1%} filled{held_out}"
     )

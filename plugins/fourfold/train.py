@@ -22,9 +22,10 @@ from fourfold.checkpoint.save import Progress, Saver
 from fourfold.checkpoint.sound import newest_sound, put_aside
 from fourfold.data.fingerprint import tokenizer_digest
 from fourfold.data.loader import Loader, eval_batches, total_updates
+from fourfold.data.prefetch import prefetch
 from fourfold.data.prepared import Prepared, prepare
-from fourfold.data.rows import StreamRowSet
-from fourfold.data.tokens import check_vocabulary, pad_id
+from fourfold.data.stream import StreamRowSet
+from fourfold.data.vocabulary import check_vocabulary, pad_id
 from fourfold.device import choose_device, device_name, start_process_group
 from fourfold.errors import INTERRUPTED_EXIT, rank, world_size
 from fourfold.launch import command_to_go_on, launched_at
@@ -198,10 +199,12 @@ def run(plan: Plan, *, engine: ZeroEngine, mesh: Mesh, plain: dict[str, Any]) ->
 
     with reporter:
         updates = _loader(plan, mesh=mesh).updates(
-            progress.rows, num_epochs=config.num_epochs, max_steps=config.max_steps
+            progress.rows, num_epochs=config.num_epochs, max_steps=config.max_steps, shortcut=progress.shortcut
         )
         try:
-            outcome = loop.run(updates, progress=progress, saver=saver, evaluate=evaluate, started=launched_at())
+            outcome = loop.run(
+                prefetch(updates), progress=progress, saver=saver, evaluate=evaluate, started=launched_at()
+            )
         except NotFinite:
             saver.settle()  # what is being written is from before
             raise

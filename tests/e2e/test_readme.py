@@ -98,6 +98,15 @@ def test_settings_command(tmp_path: Path) -> None:
     assert "dp_replicate_size: -1" in run("fourfold train --cfg job task=quickstart tier=hsdp", tmp_path).stdout
 
 
+def test_data_command(tmp_path: Path) -> None:
+    command = "fourfold data --rows 3 task=quickstart"
+    assert command in COMMANDS
+    shown = run(command, tmp_path).stdout
+    for part in ("documents", "best_fit", "tokens of a document", "row 3", "⟦"):
+        assert part in shown, part
+    assert not list(tmp_path.iterdir())
+
+
 def test_laptop_command(tmp_path: Path) -> None:
     command = "-m fourfold task=smollm2 tier=zero3_checkpointed debug=cpu"
     assert any(command in known for known in COMMANDS)

@@ -80,7 +80,7 @@ def test_z03_short_last_window_and_z08_every_weight_moves_by_its_gradient(
 
 
 def last_row_of_epoch(rows: int, *, seed: int) -> int:
-    from fourfold.data.loader import epoch_order
+    from fourfold.data.rows import epoch_order
 
     return int(epoch_order(rows, seed=seed, epoch=0)[-1])
 

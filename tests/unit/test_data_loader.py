@@ -7,20 +7,17 @@ import numpy as np
 import pytest
 import torch
 
-from fourfold.data.loader import (
-    Loader,
-    Update,
-    epoch_order,
-    eval_batches,
-    total_updates,
-    updates_per_epoch,
-)
-from fourfold.data.pack import IGNORE, Row, pack
-from fourfold.data.rows import StreamRowSet
-from fourfold.data.tokens import Encoded
+from fourfold.data.document import Encoded
+from fourfold.data.loader import Loader, Update, eval_batches, total_updates, updates_per_epoch
+from fourfold.data.pack import PackSettings, Row, pack
+from fourfold.data.pieces import IGNORE
+from fourfold.data.rows import epoch_order
+from fourfold.data.stream import StreamRowSet
+from fourfold.schema import Packing
 
 SEQ_LEN = 4
 PAD = 0
+SETTINGS = PackSettings(seq_len=SEQ_LEN, packing=Packing.concat, pad_id=PAD)
 
 
 def documents(rows: int) -> list[Encoded]:
@@ -31,7 +28,7 @@ def documents(rows: int) -> list[Encoded]:
 class ListRows:
     def __init__(self, count: int) -> None:
         self.seq_len = SEQ_LEN
-        self._rows = list(pack(documents(count), seq_len=SEQ_LEN, pad_id=PAD))
+        self._rows = list(pack(documents(count), settings=SETTINGS))
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -169,7 +166,7 @@ def test_a_stream_needs_max_steps_alone(epochs: float | None, steps: int | None)
 
 
 def stream(rows: int) -> StreamRowSet:
-    return StreamRowSet(lambda: documents(rows), seq_len=SEQ_LEN, pad_id=PAD)
+    return StreamRowSet([lambda skipped: iter(documents(rows)[skipped:])], settings=SETTINGS)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
@@ -195,12 +192,12 @@ def test_stream_resumes_at_an_update(done: int) -> None:
 def test_stream_is_read_no_further_than_needed() -> None:
     taken = []
 
-    def endless() -> Iterator[Encoded]:
-        for number in itertools.count():
+    def endless(skipped: int) -> Iterator[Encoded]:
+        for number in itertools.count(skipped):
             taken.append(number)
             yield documents(1)[0]
 
-    rows = StreamRowSet(endless, seq_len=SEQ_LEN, pad_id=PAD)
+    rows = StreamRowSet([endless], settings=SETTINGS)
     assert len(list(loader(rows, size=4).updates(num_epochs=None, max_steps=3))) == 3
     assert len(taken) == 12
 

@@ -1,15 +1,26 @@
 """Packed rows: hand-made expectations, and every target exactly once."""
 
+from collections.abc import Iterator
+from typing import Any
+
 import numpy as np
 import pytest
 
-from fourfold.data.pack import COLUMNS, IGNORE, PackStats, Row, pack, padding_row
+from fourfold.data.pack import COLUMNS, PackSettings, Row, padding_row
+from fourfold.data.pack import pack as pack_documents
+from fourfold.data.pieces import IGNORE
+from fourfold.data.stats import PackStats
+from fourfold.schema import Packing
 
 N = IGNORE
 
 
 def text(*ids: int) -> tuple[list[int], list[bool]]:
     return list(ids), [True] * len(ids)
+
+
+def pack(documents: Any, *, stats: PackStats | None = None, **settings: Any) -> Iterator[Row]:
+    return pack_documents(documents, settings=PackSettings(packing=Packing.concat, **settings), stats=stats)
 
 
 def as_lists(rows: list[Row]) -> list[dict[str, list[int]]]:
@@ -35,7 +46,9 @@ def test_rows_by_hand() -> None:
         },
     ]
     assert all(row[name].dtype == np.int64 for row in rows for name in COLUMNS)
-    assert stats == PackStats(documents=3, cut_documents=1, pieces=4, rows=2, tokens=9, targets=6, padding=1)
+    assert stats == PackStats(
+        documents=3, cut_documents=1, pieces=4, rows=2, tokens=9, targets=6, padding=1, lengths=[0, 2, 1]
+    )
     assert stats.efficiency == 0.9
 
 
@@ -70,7 +83,7 @@ def test_documents_without_target_take_no_room() -> None:
     documents = [([7, 8], [False, False]), text(1, 2), ([5], [True]), ([6, 7], [True, False]), ([], [])]
     [row] = pack(documents, seq_len=2, stats=stats)
     assert row["input_ids"].tolist() == [1, 2]
-    assert (stats.documents, stats.documents_without_target, stats.tokens) == (5, 4, 2)
+    assert (stats.documents, stats.empty_documents, stats.documents_without_target, stats.tokens) == (5, 1, 3, 2)
 
 
 def test_no_document_no_row() -> None:

@@ -6,62 +6,21 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from fourfold.data import prepared
+from fourfold.data import work
 from fourfold.data.fingerprint import cache_key
-from fourfold.data.pack import COLUMNS, IGNORE
-from fourfold.data.prepared import Prepared, prepare
-from fourfold.data.rows import RowSet, StreamRowSet
+from fourfold.data.pack import COLUMNS
+from fourfold.data.pieces import IGNORE
+from fourfold.data.rows import RowSet
+from fourfold.data.stream import StreamRowSet
 from fourfold.schema import DataConfig, SourceKind
-
-TEMPLATE = (
-    "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }} </s>{% endgeneration %}"
-    "{% else %}{{ m.content }} {% endif %}{% endfor %}"
-)
-
-
-def tokenizer() -> PreTrainedTokenizerFast:
-    """One token a number: word `7` is id 9."""
-    words = ["<pad>", "</s>", *map(str, range(500))]
-    backend = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="<pad>"))
-    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    backend.add_special_tokens(["</s>"])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend, pad_token="<pad>", eos_token="</s>", chat_template=TEMPLATE
-    )
-
-
-def write_documents(file: Path, count: int, *, first: int = 0) -> DataConfig:
-    """Document i says the number i, i % 3 + 2 times."""
-    rows = [{"text": " ".join([str(i)] * (i % 3 + 2))} for i in range(first, first + count)]
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return DataConfig(kind=SourceKind.jsonl, path=str(file))
-
-
-def make(data: DataConfig, tmp_path: Path, *, seq_len: int = 8, seed: int = 0, show: bool = False) -> Prepared:
-    return prepare(
-        data, tokenizer=tokenizer(), seq_len=seq_len, seed=seed, cache_dir=tmp_path / "cache", show_progress=show
-    )
-
-
-def all_rows(rows: RowSet | StreamRowSet) -> list[dict[str, list[int]]]:
-    found: Iterable[dict[str, np.ndarray]]
-    found = rows if isinstance(rows, StreamRowSet) else map(rows.row, range(len(rows)))
-    return [{name: row[name].tolist() for name in COLUMNS} for row in found]
-
-
-def spoken(rows: RowSet | StreamRowSet | None) -> set[int]:
-    """The documents, by their number, that have tokens in these rows."""
-    assert rows is not None
-    return {token - 2 for row in all_rows(rows) for token in row["input_ids"]} - {-2, -1}
+from tests.unit.data_making import all_rows, make, spoken, tokenizer, write_documents
 
 
 @pytest.fixture
@@ -69,7 +28,7 @@ def _no_source(monkeypatch: pytest.MonkeyPatch) -> None:
     def read(*_: Any, **__: Any) -> Any:
         raise AssertionError("a source was read")
 
-    monkeypatch.setattr(prepared, "documents", read)
+    monkeypatch.setattr(work, "documents", read)
 
 
 def test_rows_and_counts(tmp_path: Path) -> None:
@@ -158,9 +117,6 @@ def test_evaluation_data_of_their_own(tmp_path: Path) -> None:
     made = make(data, tmp_path)
     assert spoken(made.train) == {0, 1, 2}
     assert spoken(made.eval) == set(range(100, 105))
-    data.eval_documents = 2
-    with pytest.raises(ValueError, match=r"e\.jsonl and data\.eval_documents=2 exclude each other"):
-        make(data, tmp_path)
 
 
 @pytest.mark.parametrize("wanted", [5, 6])
@@ -176,7 +132,7 @@ def test_no_single_target_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "d.jsonl"
     file.write_text(json.dumps({"messages": [{"role": "user", "content": "1 2"}]}) + "\n" + '{"messages": []}\n')
     for name in ("first", "second"):
-        with pytest.raises(ValueError, match=r"d\.jsonl, train part: 1 documents read, none has a token to predict"):
+        with pytest.raises(ValueError, match=r"d\.jsonl: 2 documents read, none .* \(1 without target.*1 empty"):
             make(DataConfig(kind=SourceKind.jsonl, path=str(file)), tmp_path / name)
 
 
@@ -248,7 +204,7 @@ def test_failure_and_leftovers_leave_no_half_written_rows(tmp_path: Path, monkey
         raise OSError("disk on fire")
 
     with monkeypatch.context() as patch:
-        patch.setattr(prepared, "documents", failing)
+        patch.setattr(work, "documents", failing)
         with pytest.raises(OSError, match="disk on fire"):
             make(data, tmp_path)
     assert [path.suffix for path in root.iterdir()] == [".lock"]
@@ -263,7 +219,7 @@ def test_nothing_is_printed_unless_asked(tmp_path: Path, capfd: pytest.CaptureFi
     make(data, tmp_path / "other", show=True)
     shown = capfd.readouterr()
     assert shown.out == ""
-    assert "tokenise and pack (train)" in shown.err
+    assert "tokenise and pack data.path=" in shown.err
     assert "Saving" not in shown.err
 
 
@@ -273,44 +229,40 @@ def test_unwritable_cache_is_named(tmp_path: Path) -> None:
         make(write_documents(tmp_path / "d.jsonl", 2), tmp_path)
 
 
-@pytest.mark.parametrize(("name", "value"), [("max_documents", 0), ("num_proc", 0), ("eval_documents", -1)])
-def test_impossible_counts_are_refused(name: str, value: int, tmp_path: Path) -> None:
-    data = write_documents(tmp_path / "d.jsonl", 2)
-    setattr(data, name, value)
-    with pytest.raises(ValueError, match=rf"data\.{name}={value}"):
-        make(data, tmp_path)
-
-
 WORKER = """
 import sys, time
 from pathlib import Path
-from fourfold.data import prepared
+from fourfold.data import work
 sys.path.insert(0, sys.argv[1])
-import test_data_prepared as tests
+from tests.unit import data_making as tests
 from fourfold.schema import DataConfig, SourceKind
 
-def logged(data, *, path=None, read=prepared.documents):
+def logged(data, *, path=None, read=work.documents):
     with open(sys.argv[3] + "/log", "a") as log:
         log.write(f"{sys.argv[4]}\\n")
-    time.sleep(0.5)
+    time.sleep(float(sys.argv[5]))
     return read(data, path=path)
 
-prepared.documents = logged
+work.documents = logged
 ready = Path(sys.argv[3], "ready" + sys.argv[4])
 ready.touch()
 while not Path(sys.argv[3], "go").exists():
     time.sleep(0.005)
-made = tests.make(DataConfig(kind=SourceKind.jsonl, path=sys.argv[2]), Path(sys.argv[3]))
+made = tests.make(DataConfig(kind=SourceKind.jsonl, path=sys.argv[2], packing="concat"), Path(sys.argv[3]))
 print(tests.all_rows(made.train))
 """
 
 
-def two_at_once(file: Path, folder: Path) -> list[subprocess.CompletedProcess[str]]:
+def two_at_once(file: Path, folder: Path, *, seconds: float = 0.5) -> list[subprocess.CompletedProcess[str]]:
     """Two processes that call `prepare` at the same moment."""
-    folder.mkdir()
-    arguments = [sys.executable, "-W", "error", "-c", WORKER, str(Path(__file__).parent), str(file), str(folder)]
+    folder.mkdir(exist_ok=True)
+    (folder / "go").unlink(missing_ok=True)
+    for ready in folder.glob("ready*"):
+        ready.unlink()
+    arguments = [sys.executable, "-W", "error", "-c", WORKER, str(Path(__file__).parents[2]), str(file), str(folder)]
     running = [
-        subprocess.Popen([*arguments, name], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for name in "ab"
+        subprocess.Popen([*arguments, name, str(seconds)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for name in "ab"
     ]
     for _ in itertools.takewhile(lambda _: not all((folder / f"ready{name}").exists() for name in "ab"), range(6000)):
         assert all(process.poll() is None for process in running), [process.communicate() for process in running]
@@ -325,10 +277,23 @@ def two_at_once(file: Path, folder: Path) -> list[subprocess.CompletedProcess[st
 
 def test_two_processes_prepare_once(tmp_path: Path) -> None:
     data = write_documents(tmp_path / "d.jsonl", 30)
-    done = two_at_once(Path(data.path), tmp_path / "shared")
+    done = two_at_once(Path(data.path or ""), tmp_path / "shared")
     assert [process.returncode for process in done] == [0, 0], done
     assert done[0].stdout == done[1].stdout == f"{all_rows(make(data, tmp_path).train)}\n"
     assert len((tmp_path / "shared" / "log").read_text().split()) == 1
+
+
+def test_r01_ranks_wait_as_long_as_it_takes_and_start_at_once_the_second_time(tmp_path: Path) -> None:
+    """On a file lock, before any process group: no timeout of a collective counts."""
+    data = write_documents(tmp_path / "d.jsonl", 30)
+    place = tmp_path / "shared"
+    done = two_at_once(Path(data.path or ""), place, seconds=3.0)
+    assert [process.returncode for process in done] == [0, 0], done
+    assert all("torch.distributed" not in process.stderr for process in done)
+    assert len((place / "log").read_text().split()) == 1
+    done = two_at_once(Path(data.path or ""), place, seconds=30.0)  # would run into the patience of the test
+    assert [process.returncode for process in done] == [0, 0], done
+    assert len((place / "log").read_text().split()) == 1
 
 
 def test_two_processes_refuse_at_once(tmp_path: Path) -> None:

@@ -8,15 +8,17 @@ from typing import Any
 
 import pytest
 
+from fourfold.data.document import is_blank
+from fourfold.data.files import text_files
 from fourfold.data.huggingface import open_dataset
-from fourfold.data.sources import documents, text_files
+from fourfold.data.sources import documents
 from fourfold.schema import DataConfig, SourceKind
 
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
 
 
 def texts(data: DataConfig, **options: Any) -> list[str]:
-    return [document["text"] for document in documents(data, **options)]
+    return [document["text"] for document in documents(data, **options) if not is_blank(document)]
 
 
 def write(folder: Path, files: dict[str, str | bytes]) -> Path:
@@ -52,7 +54,7 @@ def test_text_tree_in_path_order_without_unreadable_files(tmp_path: Path) -> Non
 
 def test_standard_library() -> None:
     data = DataConfig(path="stdlib", max_documents=5)
-    files = text_files(data, path="stdlib")
+    files = text_files("stdlib", pattern=data.pattern)
     root = Path(sysconfig.get_path("stdlib"))
     names = [file.relative_to(root).parts for file in files]
     assert len(names) > 300
@@ -61,7 +63,7 @@ def test_standard_library() -> None:
     assert not {"test", "tests", "site-packages", "__pycache__"} & {part for name in names for part in name}
     assert all(name[-1].endswith(".py") for name in names)
     assert texts(data) == [text for file in files if (text := file.read_text("utf-8-sig", "strict")).strip()][:5]
-    asyncio = text_files(DataConfig(path="stdlib", pattern="asyncio/*"), path="stdlib")
+    asyncio = text_files("stdlib", pattern="asyncio/*")
     assert {file.parent.name for file in asyncio} == {"asyncio"}
 
 
@@ -91,7 +93,9 @@ def test_empty_text_source_is_refused(files: dict[str, str | bytes], tmp_path: P
         list(documents(DataConfig(path=str(write(tmp_path, files)))))
 
 
-@pytest.mark.parametrize("content", ["", "\n\n", json_lines({"text": ""}), json_lines({"text": None})])
+@pytest.mark.parametrize(
+    "content", ["", "\n\n", json_lines({"text": ""}), json_lines({"text": " \t"}, {"messages": []})]
+)
 def test_empty_jsonl_is_refused(content: str, tmp_path: Path) -> None:
     write(tmp_path, {"a.jsonl": content})
     with pytest.raises(ValueError, match=rf"no document in {re.escape(str(tmp_path))}"):
@@ -116,7 +120,14 @@ def test_jsonl_columns_and_folder(tmp_path: Path) -> None:
         (b'{"text": "cut', "not one JSON value a line"),
         (b'{"text": "\xff"}', "not one JSON value a line"),
         (b'["text"]', "expected an object"),
-        (b'{"prompt": "x"}', r"its columns are \['prompt'\]"),
+        (b'{"prompts": "x"}', r"its columns are \['prompts'\]"),
+        (b'{"text": null}', "`text` is null"),
+        (b'{"text": null, "messages": null}', "`messages` and `text` are null"),
+        (b'{"prompt": "x"}', "`prompt` without `completion`"),
+        (b'{"prompt": "x", "completion": null}', "`completion` is null"),
+        (b'{"prompt": "x", "completion": 3}', "`completion` is int"),
+        (b'{"input_ids": "x"}', "`input_ids` is str, expected a list of integers"),
+        (b'{"input_ids": [1], "labels": 1}', "`labels` is int, expected a list of integers"),
         (b'{"text": 3}', "`text` is int"),
         (b'{"messages": "x"}', "must be a list of objects"),
         (b'{"messages": [{"from": "human", "value": "x"}]}', r"its keys are \['from', 'value'\]"),

@@ -7,7 +7,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from fourfold.data.tokens import check_vocabulary, encode
+from fourfold.data.tokens import encode
+from fourfold.data.vocabulary import check_vocabulary
 from fourfold.model.tiny import VOCAB_SIZE, create_tiny_llama
 
 

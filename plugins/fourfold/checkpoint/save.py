@@ -35,6 +35,7 @@ class Progress:
     rows: int = 0
     tokens: int = 0
     skipped: int = 0  # updates without any target
+    shortcut: dict[str, Any] | None = None  # to `rows` in a stream (data/loader.py)
 
 
 @dataclass

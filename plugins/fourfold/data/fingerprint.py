@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..schema import DataConfig, SourceKind
+from .files import source_files
 from .huggingface import hub_fingerprint, local_files
-from .sources import jsonl_files, text_files
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
-FORMAT = 1  # of the rows: raise it whenever tokens.py, pack.py or rows.py would write other ones
-NOT_IN_ROWS = ("path", "eval_path", "num_proc")  # the paths are in the sources' states, made absolute
+FORMAT = 2  # of the rows and their counts: raise it whenever this folder would write other ones
+NOT_IN_ROWS = ("path", "sources", "eval_path", "num_proc")  # the paths are in the sources' states, made absolute
 
 
 def cache_key(data: DataConfig, *, tokenizer: "Tokenizer", seq_len: int, seed: int) -> str:
@@ -31,8 +31,7 @@ def cache_key(data: DataConfig, *, tokenizer: "Tokenizer", seq_len: int, seed: i
             "seq_len": seq_len,
             "seed": seed if data.eval_documents and not data.streaming else None,
             "tokenizer": tokenizer_digest(tokenizer),
-            "train": _state(data, path=data.path),
-            "eval": None if data.eval_path is None else _state(data, path=data.eval_path),
+            "source": _state(data),
         }
     )
 
@@ -50,12 +49,11 @@ def _rules(tokenizer: "Tokenizer") -> Any:
     return {name: part for name, part in rules.items() if name not in ("truncation", "padding")}
 
 
-def _state(data: DataConfig, *, path: str) -> Any:
-    kind = SourceKind(data.kind)
-    if kind is SourceKind.text:
-        return _files(text_files(data, path=path))
-    if kind is SourceKind.jsonl:
-        return _files(jsonl_files(path))
+def _state(data: DataConfig) -> Any:
+    path = data.path
+    assert path is not None
+    if SourceKind(data.kind) is not SourceKind.datasets:
+        return _files(source_files(data, path=path))
     files = local_files(path)
     return _files(files) if files is not None else [path, hub_fingerprint(data, path=path)]
 

@@ -7,9 +7,9 @@ cache would only cost disk. A hub data set is downloaded there, as usual, unless
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from ..schema import DataConfig
+from ..schema import DataConfig, SourceKind
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
@@ -29,6 +29,14 @@ def open_dataset(data: DataConfig, *, path: str) -> "Dataset | IterableDataset":
         return _local(data, tried=tried)
     except (OSError, ValueError) as error:
         raise ValueError(f"data.path={tried} cannot be read with {_choice(data)}: {error}") from error
+
+
+def read_table(file: Path, *, data: DataConfig) -> Iterator[Any]:
+    """Rows of one file of kind parquet or csv. ValueError: it is none, or broken further on."""
+    try:
+        yield from _stream(SourceKind(data.kind).value, file, data=data)
+    except Exception as error:  # of pyarrow, pandas or datasets, by the kind of damage
+        raise ValueError(f"{file} cannot be read as {SourceKind(data.kind).value}: {str(error).strip()}") from error
 
 
 def local_files(path: str) -> list[Path] | None:
@@ -88,13 +96,28 @@ def _local(data: DataConfig, *, tried: Path) -> "IterableDataset":
     from datasets import load_dataset
 
     if tried.is_dir():
-        return load_dataset(str(tried), name=data.subset, split=data.split, streaming=True)
+        kinds = {BUILDERS[file.suffix] for file in local_files(str(tried)) or [] if file.suffix in BUILDERS}
+        options = _csv_options(data) if kinds == {"csv"} else {}
+        return load_dataset(str(tried), name=data.subset, split=data.split, streaming=True, **options)
     builder = BUILDERS.get(tried.suffix)
     if builder is None:
         raise ValueError(f"a file of kind=datasets ends in one of {', '.join(BUILDERS)}")
-    options = {"sep": "\t"} if tried.suffix == ".tsv" else {}
-    files = {data.split: str(tried)}
-    return load_dataset(builder, data_files=files, split=data.split, streaming=True, **options)
+    return _stream(builder, tried, data=data)
+
+
+def _stream(builder: str, file: Path, *, data: DataConfig) -> "IterableDataset":
+    from datasets import load_dataset
+
+    options = _csv_options(data) if builder == "csv" else {}
+    if file.suffix == ".tsv":
+        options["sep"] = "\t"
+    return load_dataset(builder, data_files={data.split: str(file)}, split=data.split, streaming=True, **options)
+
+
+def _csv_options(data: DataConfig) -> dict[str, Any]:
+    """Texts as they stand in the file: else "" and "NA" would be null, and "007" a number."""
+    texts = (data.text_column, data.prompt_column, data.completion_column)
+    return {"converters": dict.fromkeys(texts, str), "keep_default_na": False}
 
 
 def _hub(data: DataConfig, *, path: str, tried: Path) -> "Dataset | IterableDataset":

@@ -2,25 +2,30 @@
 
 An update takes the next `global_batch_size` rows of the epoch's own permutation, whatever the number of ranks; data
 rank r gets every data_size-th of them, from the r-th. The position in the data is one number, the rows taken since the
-start of the run over all epochs, so that a run can go on from it on another number of ranks.
+start of the run over all epochs, so that a run can go on from it on another number of ranks. In a stream it says where to
+go on, but not what to pass over unread: a Shortcut does.
 """
 
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from .mixture import MixtureRows
 from .pack import COLUMNS, Row, padding_row
-from .rows import Rows, StreamRowSet
+from .rows import Rows, epoch_order
+from .stream import Mark, StreamRowSet
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 MicroBatch = dict[str, "Tensor"]  # each column (pack.py) int64 [micro_batch_size, seq_len]
+Shortcut = dict[str, Any]  # plain numbers and lists, to be kept in a checkpoint
 
 
 @dataclass
@@ -31,6 +36,7 @@ class Update:
     rows: int  # real ones over all data ranks: global_batch_size, or fewer at the end of an epoch
     rows_after: int  # position in the data once this update is done
     epoch: int  # 0, 1, 2...
+    shortcut: Shortcut | None = None  # to `rows_after` in a stream, to be handed to `updates`
 
 
 @dataclass
@@ -40,6 +46,7 @@ class _Window:
     items: list[Any]
     rows_after: int
     epoch: int
+    shortcut: Shortcut | None = None
 
 
 def updates_per_epoch(rows: int, global_batch_size: int) -> int:
@@ -68,17 +75,12 @@ def total_updates(rows: int | None, *, global_batch_size: int, num_epochs: float
     return min(limits)
 
 
-def epoch_order(rows: int, *, seed: int, epoch: int) -> np.ndarray:
-    """[rows]: the epoch's own permutation."""
-    return np.random.Generator(np.random.PCG64([seed, epoch])).permutation(rows)
-
-
 class Loader:
     """Updates of one data rank; CP, TP and PP ranks of the same data rank read the same ones."""
 
     def __init__(
         self,
-        rows: Rows | StreamRowSet,
+        rows: Rows | MixtureRows | StreamRowSet,
         *,
         seed: int,
         global_batch_size: int,
@@ -95,11 +97,19 @@ class Loader:
         padding = padding_row(rows.seq_len, pad_id)
         self._share = _Share(micro_batch_size, data_rank=data_rank, data_size=data_size, padding=padding)
 
-    def updates(self, start_row: int = 0, *, num_epochs: float | None, max_steps: int | None) -> Iterator[Update]:
+    def updates(
+        self,
+        start_row: int = 0,
+        *,
+        num_epochs: float | None,
+        max_steps: int | None,
+        shortcut: Shortcut | None = None,
+    ) -> Iterator[Update]:
         """From `start_row`, an earlier update's `rows_after` or any other row, to the end of the run.
 
         `num_epochs` and `max_steps` are those of the whole run, counted from row 0 and not from `start_row`.
-        Streams are read in their order, and from row 0 to get to `start_row`.
+        Streams are read in their order: from row 0 to get to `start_row`, or from where `shortcut` says, which is that of
+        an update at or before it.
         """
         rows = self._rows
         known = None if isinstance(rows, StreamRowSet) else len(rows)
@@ -107,40 +117,83 @@ class Loader:
             known, global_batch_size=self._global_batch_size, num_epochs=num_epochs, max_steps=max_steps
         )
         if isinstance(rows, StreamRowSet):
-            return self._deal(self._stream(rows, start_row=start_row, total=total), fetch=lambda row: row)
-        return self._deal(self._shuffled(len(rows), start_row=start_row, total=total), fetch=rows.row)
+            begin = _Pass.of(shortcut) if shortcut else _Pass()
+            assert begin.position <= start_row, (shortcut, start_row)
+            windows = self._stream(rows, begin=begin, start_row=start_row, total=total)
+            return self._deal(windows, fetch=lambda row: row)
+        return self._deal(self._shuffled(rows, start_row=start_row, total=total), fetch=rows.row)
 
     def _deal(self, windows: Iterator[_Window], *, fetch: Callable[[Any], Row]) -> Iterator[Update]:
         for window in windows:
-            micro_batches = list(self._share.micro_batches(window.items, fetch=fetch))
-            yield Update(micro_batches, rows=len(window.items), rows_after=window.rows_after, epoch=window.epoch)
+            yield Update(
+                list(self._share.micro_batches(window.items, fetch=fetch)),
+                rows=len(window.items),
+                rows_after=window.rows_after,
+                epoch=window.epoch,
+                shortcut=window.shortcut,
+            )
 
-    def _shuffled(self, rows: int, *, start_row: int, total: int) -> Iterator[_Window]:
-        size = self._global_batch_size
-        epochs, updates = divmod(total, updates_per_epoch(rows, size))
-        end = epochs * rows + min(updates * size, rows)  # in rows: a batch size changed on resume loses none
+    def _shuffled(self, rows: Rows | MixtureRows, *, start_row: int, total: int) -> Iterator[_Window]:
+        size, length = self._global_batch_size, len(rows)
+        epochs, updates = divmod(total, updates_per_epoch(length, size))
+        end = epochs * length + min(updates * size, length)  # in rows: a batch size changed on resume loses none
         position = start_row
         while position < end:
-            epoch, done = divmod(position, rows)
-            order = epoch_order(rows, seed=self._seed, epoch=epoch)
-            for first in range(done, min(rows, end - epoch * rows), size):
-                items = order[first : min(first + size, end - epoch * rows)].tolist()
+            epoch, done = divmod(position, length)
+            order = _order(rows, seed=self._seed, epoch=epoch)
+            for first in range(done, min(length, end - epoch * length), size):
+                items = order[first : min(first + size, end - epoch * length)].tolist()
                 position += len(items)
                 yield _Window(items, rows_after=position, epoch=epoch)
 
-    def _stream(self, rows: StreamRowSet, *, start_row: int, total: int) -> Iterator[_Window]:
-        position = updates = 0
-        for epoch in itertools.count():
-            stream = iter(rows)
-            skipped = sum(1 for _ in itertools.islice(stream, start_row - position)) if position < start_row else 0
-            position += skipped
-            updates += updates_per_epoch(skipped, self._global_batch_size)
-            while updates < total and (items := list(itertools.islice(stream, self._global_batch_size))):
-                position += len(items)
-                updates += 1
-                yield _Window(items, rows_after=position, epoch=epoch)
+    def _stream(self, rows: StreamRowSet, *, begin: "_Pass", start_row: int, total: int) -> Iterator[_Window]:
+        size = self._global_batch_size
+        while True:
+            stream = rows.read(begin.mark)
+            skipped = sum(1 for _ in itertools.islice(stream, max(start_row - begin.position, 0)))
+            passed = begin.position - begin.rows + skipped
+            updates = begin.updates + updates_per_epoch(passed, size)
+            while updates < total and (taken := list(itertools.islice(stream, size))):
+                passed, updates = passed + len(taken), updates + 1
+                items = [row for row, _ in taken]
+                yield _Window(items, begin.rows + passed, begin.epoch, shortcut=begin.at(taken[-1][1]))
             if updates >= total:
                 return
+            begin = _Pass(epoch=begin.epoch + 1, rows=begin.rows + passed, updates=updates)
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """One pass over a stream, from its start or from a mark on."""
+
+    epoch: int = 0
+    rows: int = 0  # before this pass
+    updates: int = 0  # before this pass
+    mark: Mark | None = None
+
+    @property
+    def position(self) -> int:
+        return self.rows + (self.mark.passed if self.mark else 0)
+
+    def at(self, mark: Mark) -> Shortcut:
+        return asdict(replace(self, mark=mark))
+
+    @classmethod
+    def of(cls, shortcut: Shortcut) -> "_Pass":
+        return cls(**{**shortcut, "mark": Mark(**shortcut["mark"])})
+
+
+def _order(rows: Rows | MixtureRows, *, seed: int, epoch: int) -> NDArray[np.int64]:
+    if isinstance(rows, MixtureRows):
+        return rows.order(seed=seed, epoch=epoch)
+    return epoch_order(len(rows), seed=seed, epoch=epoch)
+
+
+def first_rows(rows: Rows | MixtureRows | StreamRowSet, *, seed: int) -> Iterator[Row]:
+    """Those of the first epoch, in the order in which updates take them."""
+    if isinstance(rows, StreamRowSet):
+        return iter(rows)
+    return (rows.row(int(number)) for number in _order(rows, seed=seed, epoch=0))
 
 
 def eval_batches(

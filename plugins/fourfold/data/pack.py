@@ -1,12 +1,13 @@
-"""Documents to rows of `seq_len` tokens: one after the other, cut where a row ends, isolated from each other.
+"""Documents to rows of `seq_len` tokens, isolated from each other.
 
 A row is int64 [seq_len] arrays:
     input_ids
     labels        what position t has to predict, already shifted: the next token of the same document if that is a
-                  target, else -100. The last position of a row still predicts the next token of a document that the
-                  row's end cuts, so that no target is lost there.
+                  target, else -100. A document is cut after its labels are made: the last position of a piece still
+                  predicts the next token, so that no target is lost there. (40 tokens in rows of 16 are 16, 16 and 8 of
+                  them and 39 targets; pieces labelled each by itself would have 37.)
     position_ids  0, 1, 2... from the start of each piece of a document (what a row's end cut off is not seen any more)
-    document_ids  0, 1, 2... in a row; -1 where it is padded
+    document_ids  0, 1, 2... in a row; -1 where it is padded, which is at its end only
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,30 +16,22 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from ..schema import LongDocuments, Packing
+from .fill import Place, fill_alone, fill_best, fill_concat
+from .pieces import IGNORE, Piece, labelled
+from .stats import PackStats
+
 Row = dict[str, NDArray[np.int64]]
 
-IGNORE = -100  # a label that never counts
 COLUMNS = ("input_ids", "labels", "position_ids", "document_ids")
 
 
-@dataclass
-class PackStats:
-    """Counts of one packing, up to the last row taken from it."""
-
-    documents: int = 0  # read
-    documents_without_target: int = 0  # left out of the rows: isolated, they could not change any gradient
-    cut_documents: int = 0  # spread over more than one row
-    pieces: int = 0  # documents in rows, one count for each row
-    rows: int = 0
-    rows_without_target: int = 0  # e.g. filled by a prompt whose answer is in the next row
-    tokens: int = 0  # in rows, padding left out
-    targets: int = 0  # labels that count
-    padding: int = 0  # positions
-
-    @property
-    def efficiency(self) -> float:
-        """Share of the positions that hold a token."""
-        return self.tokens / max(self.tokens + self.padding, 1)
+@dataclass(frozen=True, kw_only=True)
+class PackSettings:
+    seq_len: int  # tokens of a row
+    packing: Packing = Packing.best_fit
+    long_documents: LongDocuments = LongDocuments.split
+    pad_id: int = 0  # the id at padded positions; any will do
 
 
 def padding_row(seq_len: int, pad_id: int) -> Row:
@@ -54,67 +47,59 @@ def padding_row(seq_len: int, pad_id: int) -> Row:
 def pack(
     documents: Iterable[tuple[Sequence[int], Sequence[bool]]],
     *,
-    seq_len: int,
-    pad_id: int = 0,
+    settings: PackSettings,
     stats: PackStats | None = None,
 ) -> Iterator[Row]:
-    """Rows of (input_ids, is_target) documents, in order ("concat"); `stats` counts along.
+    """Rows of (input_ids, is_target) documents; `stats` counts along.
 
-    A document without a target after its first token (which nothing predicts) is counted and left out.
+    Empty documents, and those without a target after their first token (which nothing predicts), are counted and left
+    out. ValueError: a document of more than seq_len tokens with long_documents=error.
     """
+    found = pack_from(documents, place=Place(), settings=settings, stats=PackStats() if stats is None else stats)
+    return (row for row, _ in found)
+
+
+def pack_from(
+    documents: Iterable[tuple[Sequence[int], Sequence[bool]]],
+    *,
+    place: Place,
+    settings: PackSettings,
+    stats: PackStats,
+) -> Iterator[tuple[Row, Place]]:
+    """Rows, and the place after each. `documents` begins where `place` says: those it has passed over are not in it."""
+    seq_len = settings.seq_len
     assert seq_len > 0, seq_len
-    stats = PackStats() if stats is None else stats
-    row, used, number = padding_row(seq_len, pad_id), 0, 0
-    for input_ids, is_target in documents:
-        ids = np.asarray(input_ids, np.int64)
-        following = _following(ids, np.asarray(is_target, bool))
-        if not _count_document(stats, following=following, fits=len(ids) <= seq_len - used):
-            continue
-        start = 0
-        while start < len(ids):
-            taken = slice(start, start + min(seq_len - used, len(ids) - start))
-            _write(row, ids[taken], following[taken], at=used, number=number)
-            used, start, number = used + taken.stop - start, taken.stop, number + 1
-            if used == seq_len:
-                yield _finished(row, used, stats)
-                row, used, number = padding_row(seq_len, pad_id), 0, 0
-    if used:
-        yield _finished(row, used, stats)
+    pieces = labelled(documents, seq_len=seq_len, long_documents=settings.long_documents, stats=stats)
+    if place != Place():
+        pieces = _begun(pieces, place=place)
+    fill = {Packing.best_fit: fill_best, Packing.concat: fill_concat, Packing.none: fill_alone}[settings.packing]
+    for number, packed in enumerate(fill(pieces, seq_len=seq_len, stats=stats)):
+        if number >= place.rows:
+            yield _row(packed.pieces, settings=settings, stats=stats), packed.after
 
 
-def _following(ids: NDArray[np.int64], is_target: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """[n] -> [n]: the next token of the document where it is a target, else -100."""
-    following = np.full(len(ids), IGNORE, np.int64)
-    following[:-1] = np.where(is_target[1:], ids[1:], IGNORE)
-    return following
+def _begun(pieces: Iterator[Piece], *, place: Place) -> Iterator[Piece]:
+    for piece in pieces:
+        rest = piece.after(place.tokens) if piece.document == 0 else piece
+        yield rest._replace(document=piece.document + place.documents)
 
 
-def _write(row: Row, ids: NDArray[np.int64], labels: NDArray[np.int64], *, at: int, number: int) -> None:
-    here = slice(at, at + len(ids))
-    row["input_ids"][here] = ids
-    row["labels"][here] = labels
-    row["position_ids"][here] = np.arange(len(ids))
-    row["document_ids"][here] = number
-
-
-def _count_document(stats: PackStats, *, following: NDArray[np.int64], fits: bool) -> bool:
-    """Whether the document has a target, that is, a place in the rows."""
-    stats.documents += 1
-    wanted = int(np.count_nonzero(following != IGNORE))
-    stats.documents_without_target += wanted == 0
-    stats.cut_documents += wanted > 0 and not fits
-    return wanted > 0
-
-
-def _finished(row: Row, used: int, stats: PackStats) -> Row:
-    """Count the row; its padding, from position `used`, becomes a document of its own."""
-    padding = len(row["input_ids"]) - used
-    row["position_ids"][used:] = np.arange(padding)
+def _row(pieces: list[Piece], *, settings: PackSettings, stats: PackStats) -> Row:
+    """One row, counted; its padding is a document of its own."""
+    lengths = np.array([len(piece.ids) for piece in pieces])
+    starts = np.cumsum(lengths) - lengths
+    used = int(lengths.sum())
+    row = padding_row(settings.seq_len, settings.pad_id)
+    row["input_ids"][:used] = np.concatenate([piece.ids for piece in pieces])
+    row["labels"][:used] = np.concatenate([piece.labels for piece in pieces])
+    row["document_ids"][:used] = np.repeat(np.arange(len(pieces)), lengths)
+    row["position_ids"][:used] -= np.repeat(starts, lengths)
+    row["position_ids"][used:] -= used
     targets = int(np.count_nonzero(row["labels"] != IGNORE))
     stats.rows += 1
     stats.rows_without_target += targets == 0
     stats.tokens += used
     stats.targets += targets
-    stats.padding += padding
-    stats.pieces += int(row["document_ids"][used - 1]) + 1
+    stats.padding += settings.seq_len - used
+    stats.pieces += len(pieces)
     return row

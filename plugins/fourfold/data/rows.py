@@ -1,15 +1,16 @@
-"""Sets of packed rows: on disk and memory-mapped (RowSet), or made while they are read (StreamRowSet)."""
+"""Sets of packed rows on disk, memory-mapped."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from .huggingface import quiet
-from .pack import COLUMNS, PackStats, Row, pack
-from .tokens import Encoded
+from .pack import COLUMNS, Row
+from .stats import PackStats
 
 if TYPE_CHECKING:
     import pyarrow
@@ -28,6 +29,11 @@ class Rows(Protocol):
     def __len__(self) -> int: ...
 
     def row(self, i: int) -> Row: ...
+
+
+def epoch_order(rows: int, *, seed: int, epoch: int) -> NDArray[np.int64]:
+    """[rows]: the epoch's own permutation."""
+    return np.random.Generator(np.random.PCG64([seed, epoch])).permutation(rows)
 
 
 class RowSet:
@@ -52,48 +58,40 @@ class RowSet:
         return {name: found[name] for name in COLUMNS}
 
 
-class StreamRowSet:
-    """Rows tokenised and packed while they are read; every reader gets the same ones in the same order.
-
-    `stats` counts those of the newest pass. ValueError in a pass that ends without any row.
-    """
-
-    def __init__(self, encoded: Callable[[], Iterable[Encoded]], *, seq_len: int, pad_id: int) -> None:
-        self._encoded = encoded
-        self.seq_len = seq_len
-        self._pad_id = pad_id
-        self.stats = PackStats()
-
-    def __iter__(self) -> Iterator[Row]:
-        stats = self.stats = PackStats()
-        yield from pack(self._encoded(), seq_len=self.seq_len, pad_id=self._pad_id, stats=stats)
-        check_targets(stats)
-
-
 def check_targets(stats: PackStats, *, where: str = "the data") -> None:
     """ValueError when a whole source gave nothing to learn from."""
     if stats.rows == 0:
         raise ValueError(
             f"{where}: {stats.documents} documents read, none has a token to predict "
-            f"({stats.documents_without_target} without target: conversations without an assistant turn, or single tokens)"
+            f"({stats.documents_without_target} without target: conversations without an assistant turn, or single "
+            f"tokens; {stats.dropped_documents} dropped for their length; {stats.empty_documents} empty)"
         )
 
 
-def write_rows(rows: Iterable[Row], folder: Path, *, seq_len: int) -> None:
-    """Save rows as `datasets` folders of bounded size, so that a corpus is never held as a whole."""
+def write_rows(rows: Iterable[Row], folder: Path, *, seq_len: int) -> str:
+    """Save rows as `datasets` folders of bounded size, so that a corpus is never held as a whole.
+
+    Returns the xxh3-128 of their content in hex.
+    """
+    digest = xxhash.xxh3_128()
     at_a_time = max(PART_TOKENS // seq_len, 1)
-    batch: list[Row] = []
+    batch: list[dict[str, NDArray[np.int32]]] = []
     parts = 0
     for row in rows:
-        batch.append(row)
+        batch.append(
+            {name: row[name].astype(np.int32) for name in COLUMNS}
+        )  # a vocabulary and a row are far below 2^31
+        for name in COLUMNS:
+            digest.update(batch[-1][name].data)
         if len(batch) == at_a_time:
             _write_part(batch, folder / PART.format(parts))
             batch, parts = [], parts + 1
     if batch:
         _write_part(batch, folder / PART.format(parts))
+    return digest.hexdigest()
 
 
-def _write_part(rows: list[Row], folder: Path) -> None:
+def _write_part(rows: list[dict[str, NDArray[np.int32]]], folder: Path) -> None:
     import pyarrow
     from datasets import Dataset
 
@@ -101,8 +99,8 @@ def _write_part(rows: list[Row], folder: Path) -> None:
         Dataset(pyarrow.table({name: _column([row[name] for row in rows]) for name in COLUMNS})).save_to_disk(folder)
 
 
-def _column(arrays: list[NDArray[np.int64]]) -> "pyarrow.Array":
-    """Arrow's fixed_size_list of int32: a vocabulary and a row are far below 2^31."""
+def _column(arrays: list[NDArray[np.int32]]) -> "pyarrow.Array":
+    """Arrow's fixed_size_list."""
     import pyarrow
 
-    return pyarrow.FixedSizeListArray.from_arrays(np.concatenate(arrays).astype(np.int32), len(arrays[0]))
+    return pyarrow.FixedSizeListArray.from_arrays(np.concatenate(arrays), len(arrays[0]))
