@@ -85,8 +85,9 @@ def train(config: TrainConfig, *, plain: dict[str, Any]) -> int:
         start_process_group(device, cluster=config.cluster)
         mesh = build_mesh(layout, device_type=device.type)
         engine = parallelize(plan.model, plan.weights, config=config, mesh=mesh, device=device)
-        outcome, newest = run(plan, engine=engine, mesh=mesh, plain=plain)
-        dist.barrier()
+        with Board(rank=mesh.rank, world_size=layout.world_size) as board:
+            outcome, newest = run(plan, engine=engine, mesh=mesh, board=board, plain=plain)
+            dist.barrier()
         dist.destroy_process_group()  # the others need not wait for an export
         if mesh.is_main:
             exported = _export(plan, newest) if config.export and not outcome.stopped else None
@@ -151,10 +152,9 @@ def prepare_run(config: TrainConfig, *, layout: Layout, device: torch.device) ->
     )
 
 
-def run(plan: Plan, *, engine: ZeroEngine, mesh: Mesh, plain: dict[str, Any]) -> tuple[Outcome, Path]:
+def run(plan: Plan, *, engine: ZeroEngine, mesh: Mesh, board: Board, plain: dict[str, Any]) -> tuple[Outcome, Path]:
     """Train from the start or a checkpoint to the end; returns the outcome and the newest checkpoint."""
     config = plan.config
-    board = Board(rank=mesh.rank, world_size=mesh.layout.world_size)
     tracker = start_trackers(config.tracker, output_dir=plan.output_dir, device=plan.device, config=plain)
     progress, resumed = _go_on(plan, engine=engine, mesh=mesh, board=board)
     if mesh.is_main:

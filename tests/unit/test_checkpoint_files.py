@@ -1,6 +1,7 @@
 """Safetensors files written as a stream, digests, and the folder of checkpoints."""
 
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -114,15 +115,18 @@ def test_damaged_ones_are_kept_beside(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def store(monkeypatch: pytest.MonkeyPatch) -> dist.Store:
+def boards(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Board]]:
+    """Of two ranks that share a store and are impatient."""
     store = dist.HashStore()
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
-    return store
+    monkeypatch.setattr(board_module, "SILENCE", 0.5)
+    monkeypatch.setattr(board_module, "BEAT", 0.05)
+    with Board(rank=0, world_size=2) as first, Board(rank=1, world_size=2) as second:
+        yield [first, second]
 
 
-@pytest.mark.usefixtures("store")
-def test_notices_reach_other_ranks() -> None:
-    first, second = (Board(rank=rank, world_size=2) for rank in range(2))
+def test_notices_reach_other_ranks(boards: list[Board]) -> None:
+    first, second = boards
     found: list[object] = []
     reader = threading.Thread(target=lambda: found.append(second.gather("x", {"from": 1})))
     reader.start()
@@ -131,20 +135,14 @@ def test_notices_reach_other_ranks() -> None:
     assert found == [[None, {"from": 1}]]
 
 
-@pytest.mark.usefixtures("store")
-def test_who_gives_no_sign_of_life_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(board_module, "SILENCE", 0.5)
-    monkeypatch.setattr(board_module, "BEAT", 0.05)
-    first = Board(rank=0, world_size=2)
+def test_who_gives_no_sign_of_life_is_not_waited_for(boards: list[Board]) -> None:
+    boards[1].__exit__()
     with pytest.raises(RankLost, match="rank 1 has given no sign of life"):
-        first.read("never", of=1)
+        boards[0].read("never", of=1)
 
 
-@pytest.mark.usefixtures("store")
-def test_who_lives_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(board_module, "SILENCE", 0.5)
-    monkeypatch.setattr(board_module, "BEAT", 0.05)
-    first, second = (Board(rank=rank, world_size=2) for rank in range(2))
+def test_who_lives_is_waited_for(boards: list[Board]) -> None:
+    first, second = boards
     late = threading.Timer(1.5, lambda: second.post("late", 7))
     late.start()
     assert first.read("late", of=1) == 7

@@ -21,19 +21,27 @@ class RankLost(RuntimeError):
 
 
 class Board:
-    """Of one rank; closes with its process. `post` once under a key, `read` on any rank."""
+    """Of one rank, to be closed before the process group ends. `post` once under a key, `read` on any rank."""
 
     def __init__(self, *, rank: int, world_size: int) -> None:
         store = dist.distributed_c10d._get_default_store()
         self._store = dist.PrefixStore("fourfold", store)
         self._rank, self._world_size = rank, world_size
         self._store.set(f"alive/{rank}", "0")
-        threading.Thread(target=self._beat, daemon=True).start()
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="sign of life", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> "Board":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._closed.set()
+        self._thread.join()
 
     def _beat(self) -> None:
         count = 0
-        while True:
-            time.sleep(BEAT)
+        while not self._closed.wait(BEAT):
             count += 1
             try:
                 self._store.set(f"alive/{self._rank}", str(count))
