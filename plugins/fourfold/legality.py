@@ -117,7 +117,7 @@ def ranges(config: TrainConfig) -> Iterator[str]:
         "optim.decay_steps": 0,
         "cluster.gpus_per_node": 1,
     }
-    yield from _at_least("", config, least)
+    yield from _at_least(config, least=least)
     for key in ("learning_rate", "weight_decay", "max_grad_norm", "adam_epsilon", "momentum"):
         value = getattr(config.optim, key)
         if not 0 <= value < inf:
@@ -150,7 +150,7 @@ def length(config: TrainConfig) -> Iterator[str]:
 
 def data(config: TrainConfig) -> Iterator[str]:
     settings = config.data
-    yield from _at_least("data", settings, {"eval_documents": 0, "max_documents": 1, "num_proc": 1})
+    yield from _at_least(settings, least={"eval_documents": 0, "max_documents": 1, "num_proc": 1}, prefix="data.")
     if settings.eval_path is not None and settings.eval_documents:
         yield (
             f"data.eval_path={settings.eval_path} and data.eval_documents={settings.eval_documents} are two sources of "
@@ -174,7 +174,7 @@ def mixture(settings: DataConfig, *, sources: list[MixtureSource]) -> Iterator[s
         )
     for number, source in enumerate(sources):
         name = f"data.sources[{number}]"
-        yield from _at_least(name, source, {"max_documents": 1})
+        yield from _at_least(source, least={"max_documents": 1}, prefix=f"{name}.")
         for key in ("weight", "epochs"):
             value = getattr(source, key)
             if value is not None and not 0 < value < inf:
@@ -189,11 +189,11 @@ def mixture(settings: DataConfig, *, sources: list[MixtureSource]) -> Iterator[s
         yield "data.sources with epochs and data.streaming=true: a stream has no known length; use weights."
 
 
-def _at_least(prefix: str, settings: object, least: Mapping[str, int]) -> Iterator[str]:
+def _at_least(settings: object, *, least: Mapping[str, int], prefix: str = "") -> Iterator[str]:
     for key, bound in least.items():
         value = attrgetter(key)(settings)
         if value is not None and value < bound:
-            yield f"{prefix}.{key}={value}: use {bound} or more." if prefix else f"{key}={value}: use {bound} or more."
+            yield f"{prefix}{key}={value}: use {bound} or more."
 
 
 def exported(config: TrainConfig) -> Iterator[str]:

@@ -33,8 +33,14 @@ def open_dataset(data: DataConfig, *, path: str) -> "Dataset | IterableDataset":
 
 def read_table(file: Path, *, data: DataConfig) -> Iterator[Any]:
     """Rows of one file of kind parquet or csv. ValueError: it is none, or broken further on."""
+    from datasets import IterableDataset  # not load_dataset, which asks the hub for each file
+
+    is_csv = SourceKind(data.kind) is SourceKind.csv
     try:
-        yield from _stream(SourceKind(data.kind).value, file, data=data)
+        if is_csv:
+            yield from IterableDataset.from_csv(str(file), **_csv_options(data, suffix=file.suffix))
+        else:
+            yield from IterableDataset.from_parquet(str(file))
     except Exception as error:  # of pyarrow, pandas or datasets, by the kind of damage
         raise ValueError(f"{file} cannot be read as {SourceKind(data.kind).value}: {str(error).strip()}") from error
 
@@ -97,27 +103,20 @@ def _local(data: DataConfig, *, tried: Path) -> "IterableDataset":
 
     if tried.is_dir():
         kinds = {BUILDERS[file.suffix] for file in local_files(str(tried)) or [] if file.suffix in BUILDERS}
-        options = _csv_options(data) if kinds == {"csv"} else {}
+        options = _csv_options(data, suffix=".csv") if kinds == {"csv"} else {}
         return load_dataset(str(tried), name=data.subset, split=data.split, streaming=True, **options)
     builder = BUILDERS.get(tried.suffix)
     if builder is None:
         raise ValueError(f"a file of kind=datasets ends in one of {', '.join(BUILDERS)}")
-    return _stream(builder, tried, data=data)
+    options = _csv_options(data, suffix=tried.suffix) if builder == "csv" else {}
+    return load_dataset(builder, data_files={data.split: str(tried)}, split=data.split, streaming=True, **options)
 
 
-def _stream(builder: str, file: Path, *, data: DataConfig) -> "IterableDataset":
-    from datasets import load_dataset
-
-    options = _csv_options(data) if builder == "csv" else {}
-    if file.suffix == ".tsv":
-        options["sep"] = "\t"
-    return load_dataset(builder, data_files={data.split: str(file)}, split=data.split, streaming=True, **options)
-
-
-def _csv_options(data: DataConfig) -> dict[str, Any]:
+def _csv_options(data: DataConfig, *, suffix: str) -> dict[str, Any]:
     """Texts as they stand in the file: else "" and "NA" would be null, and "007" a number."""
     texts = (data.text_column, data.prompt_column, data.completion_column)
-    return {"converters": dict.fromkeys(texts, str), "keep_default_na": False}
+    options: dict[str, Any] = {"converters": dict.fromkeys(texts, str), "keep_default_na": False}
+    return options | ({"sep": "\t"} if suffix == ".tsv" else {})
 
 
 def _hub(data: DataConfig, *, path: str, tried: Path) -> "Dataset | IterableDataset":

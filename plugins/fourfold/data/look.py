@@ -11,17 +11,17 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from fourfold import legality
-from fourfold.data.loader import first_rows
-from fourfold.data.pack import Row
-from fourfold.data.prepared import Prepared, prepare
-from fourfold.data.row_text import row_text
-from fourfold.data.stats import PackStats, described
-from fourfold.data.stream import StreamRowSet
-from fourfold.data.vocabulary import check_vocabulary
-from fourfold.log import console, print_table, short
-from fourfold.model.source import read_config, read_tokenizer, resolve_folder
-from fourfold.schema import TrainConfig
+from .. import legality
+from ..log import console, print_table, short
+from ..model.source import read_config, read_tokenizer, resolve_folder
+from ..schema import TrainConfig
+from .loader import first_rows
+from .pack import Row
+from .prepared import Prepared, prepare
+from .row_text import row_text
+from .stats import PackStats, described
+from .stream import StreamRowSet
+from .vocabulary import check_vocabulary
 
 BAR = 40  # characters of the longest bar
 

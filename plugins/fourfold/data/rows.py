@@ -71,16 +71,14 @@ def check_targets(stats: PackStats, *, where: str = "the data") -> None:
 def write_rows(rows: Iterable[Row], folder: Path, *, seq_len: int) -> str:
     """Save rows as `datasets` folders of bounded size, so that a corpus is never held as a whole.
 
-    Returns the xxh3-128 of their content in hex.
+    As int32: a vocabulary and a row are far below 2^31. Returns the xxh3-128 of the content in hex.
     """
     digest = xxhash.xxh3_128()
     at_a_time = max(PART_TOKENS // seq_len, 1)
     batch: list[dict[str, NDArray[np.int32]]] = []
     parts = 0
     for row in rows:
-        batch.append(
-            {name: row[name].astype(np.int32) for name in COLUMNS}
-        )  # a vocabulary and a row are far below 2^31
+        batch.append({name: row[name].astype(np.int32) for name in COLUMNS})
         for name in COLUMNS:
             digest.update(batch[-1][name].data)
         if len(batch) == at_a_time:
