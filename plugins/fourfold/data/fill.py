@@ -13,7 +13,7 @@ from .best_fit import best_fit
 from .pieces import Piece, cut
 from .stats import PackStats
 
-WINDOW_TOKENS = 16 << 20  # best_fit has as many in hand, and no fewer than WINDOW_ROWS rows of them; 8 bytes each
+WINDOW_TOKENS = 2 << 20  # best_fit has as many in hand, and no fewer than WINDOW_ROWS rows of them; 8 bytes each
 WINDOW_ROWS = 256
 
 

@@ -212,6 +212,7 @@ def _flat(group: Any) -> Tensor:
     return flat if flat is not None else torch.cat([tensor.reshape(-1) for tensor in group])
 
 
+@torch.no_grad()
 def publish_masters(engine: Any) -> None:
     """Make the training weights of every rank equal to the master weights. Collective over the shard group."""
     optimizer = engine.optimizer
