@@ -18,14 +18,16 @@ class Counts:
     padding: int
     pairs_full: int  # (query, key) pairs that causal attention within documents allows, in one layer
     pairs_windowed: int  # the same under the model's sliding window; 0 if it has none
-    stop: bool  # some rank was asked to stop
+    asked_to_stop: bool  # some rank was
+    out_of_time: bool  # some rank is
 
 
 def count(
     micro_batches: list[dict[str, Tensor]],
     *,
     window: int | None,
-    stop: bool,
+    asked_to_stop: bool,
+    out_of_time: bool,
     group: dist.ProcessGroup,
     device: torch.device,
 ) -> Counts:
@@ -38,13 +40,14 @@ def count(
             sum(batch["input_ids"].numel() for batch in micro_batches) - sum(lengths),
             attention_pairs(lengths),
             attention_pairs(lengths, window=window) if window else 0,
-            int(stop),
+            int(asked_to_stop),
+            int(out_of_time),
         ],
         device=device,
     )
     dist.all_reduce(mine, group=group)
-    targets, tokens, padding, full, windowed, stops = mine.tolist()
-    return Counts(targets, tokens, padding, full, windowed, stop=stops > 0)
+    targets, tokens, padding, full, windowed, stops, ends = mine.tolist()
+    return Counts(targets, tokens, padding, full, windowed, asked_to_stop=stops > 0, out_of_time=ends > 0)
 
 
 def document_lengths(document_ids: Tensor) -> list[int]:

@@ -35,6 +35,8 @@ def run_and_exit(work: Callable[[], int]) -> None:
     try:
         code = work()
     except KeyboardInterrupt:
+        if local_rank() == 0:
+            print("\nfourfold: interrupted at once, without a checkpoint", file=sys.stderr, flush=True)
         _leave(INTERRUPTED_EXIT)
     except Exception as error:
         if isinstance(error, ValueError) and _is_ours(error):

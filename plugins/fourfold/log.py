@@ -10,6 +10,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+BESIDE = 48  # characters that the bar, the count and the times take on its line
+
 
 def console() -> Console:
     """Standard output; 100 columns where it is not a terminal, so that tables are not folded in log files."""
@@ -50,6 +52,13 @@ def _keep_up_to(path: Path, step: int) -> None:
     path.write_text("".join(kept))
 
 
+def _fitting(parts: list[str], width: int) -> str:
+    """As many of them as a line has room for."""
+    while len(parts) > 1 and len("  ".join(parts)) > width:
+        parts = parts[:-1]
+    return "  ".join(parts)
+
+
 class Reporter:
     """Progress of the main process; on other processes every call does nothing."""
 
@@ -62,8 +71,7 @@ class Reporter:
         self._total = total_steps
         if enabled and sys.stdout.isatty():
             self._bar = Progress(
-                TextColumn("[bold]{task.description}"),
-                BarColumn(bar_width=20),
+                BarColumn(bar_width=10),
                 MofNCompleteColumn(),
                 TextColumn("{task.fields[text]}"),
                 TimeElapsedColumn(),
@@ -81,13 +89,13 @@ class Reporter:
         if self._bar:
             self._bar.stop()
 
-    def step(self, step: int, *, text: str, metrics: dict[str, Any], show: bool) -> None:
-        """One update is done: move the bar, and keep its metrics."""
+    def step(self, step: int, *, text: list[str], metrics: dict[str, Any], show: bool) -> None:
+        """One update is done: move the bar, and keep its metrics. `text` is in parts, the most important first."""
         self.record(step, metrics=metrics)
         if self._bar:
-            self._bar.update(self._task, completed=step, text=text)
-        elif self._enabled and show:
-            print(f"step {step}/{self._total}  {text}", flush=True)
+            self._bar.update(self._task, completed=step, text=_fitting(text, self._bar.console.width - BESIDE))
+        elif self._enabled and (show or step == self._total):
+            print(f"step {step}/{self._total}  {'  '.join(text)}", flush=True)
 
     def record(self, step: int, *, metrics: dict[str, Any]) -> None:
         if self._metrics_path:

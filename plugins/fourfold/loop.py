@@ -37,6 +37,7 @@ class Outcome:
     seconds_to_first_step: float = 0.0
     data_wait: float = 0.0  # share of the time from the second update on that was spent waiting for rows
     stopped: str = ""  # why, if it did not come to its end
+    interrupted: bool = False  # by a signal, not by max_time
 
 
 class TrainingLoop:
@@ -78,10 +79,11 @@ class TrainingLoop:
         timed_tokens, timed_seconds, timed_waits, longest = 0, 0.0, 0.0, 0.0
         begin = time.perf_counter()
         for update, wait in _with_waits(updates):
-            left = self._seconds_left(started, longest=longest, saver=saver)
-            counts = self._count(update, stop=stop.requested or left < 0)
-            if counts.stop:
-                outcome.stopped = "on request" if left >= 0 else f"before max_time={self._config.max_time:g}"
+            left = self._seconds_left(started, longest=longest, saver=saver) if longest else math.inf  # one at least
+            counts = self._count(update, asked_to_stop=stop.requested, out_of_time=left < 0)
+            if counts.asked_to_stop or counts.out_of_time:
+                outcome.interrupted = counts.asked_to_stop
+                outcome.stopped = "on request" if counts.asked_to_stop else f"before max_time={self._config.max_time:g}"
                 break
             loss, norm, rate = self._update(update, counts=counts, step=progress.step + 1)
             now = time.perf_counter()
@@ -119,9 +121,14 @@ class TrainingLoop:
             return math.inf
         return self._config.max_time - (time.time() - started) - 2 * longest - saver.expected_seconds()
 
-    def _count(self, update: Update, *, stop: bool) -> Counts:
+    def _count(self, update: Update, *, asked_to_stop: bool, out_of_time: bool) -> Counts:
         return count(
-            update.micro_batches, window=self._window, stop=stop, group=self._mesh.loss_group, device=self._device
+            update.micro_batches,
+            window=self._window,
+            asked_to_stop=asked_to_stop,
+            out_of_time=out_of_time,
+            group=self._mesh.loss_group,
+            device=self._device,
         )
 
     def _update(self, update: Update, *, counts: Counts, step: int) -> tuple[float, float, float]:
@@ -191,10 +198,8 @@ class TrainingLoop:
         if peak:
             metrics |= {"train/mfu": flops.model / seconds / peak, "train/hfu": flops.hardware / seconds / peak}
         use = f"MFU {metrics['train/mfu']:.1%}" if peak else short(flops.model / seconds, "FLOP/s")
-        text = (
-            f"loss {loss:.4f}  lr {rate:.2e}  norm {norm:.3f}  {short(speed)} tok/s  {use}  "
-            f"{gibibytes(metrics['train/memory_bytes'])}"
-        )
+        memory = gibibytes(metrics["train/memory_bytes"])
+        text = [f"loss {loss:.4f}", f"lr {rate:.2e}", f"norm {norm:.3f}", f"{short(speed)} tok/s", use, memory]
         every = self._config.log_every
         self._reporter.step(progress.step, text=text, metrics=metrics, show=progress.step % every == 0)
         self._track(metrics, progress.step)

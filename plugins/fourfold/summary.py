@@ -19,7 +19,7 @@ def print_start(plan: "Plan", *, device_name: str, step: int, resumed: str) -> N
     accumulation = config.global_batch_size // (config.micro_batch_size * layout.data_size)
     rows = [
         ("model", f"{config.model.path} ({model.model_type}, {short(parameter_count(model))} parameters)"),
-        ("layout", f"{layout.world_size} processes on {device_name}: {layout.describe()}"),
+        ("layout", f"{_processes(layout.world_size)} on {device_name}: {layout.describe()}"),
         ("ZeRO", _zero(plan)),
         (
             "batch",
@@ -39,19 +39,27 @@ def print_start(plan: "Plan", *, device_name: str, step: int, resumed: str) -> N
 
 
 def print_end(outcome: Outcome, *, newest: Path, exported: Path | None, go_on: str) -> None:
-    rows = [
-        ("updates", f"{outcome.progress.step}, {short(outcome.progress.tokens)} tokens"),
-        ("loss", f"{outcome.first_loss:.4f} first, {outcome.last_loss:.4f} last"),
-        ("speed", f"{short(outcome.tokens_per_second)} tokens/s, {outcome.data_wait:.1%} of the time waiting for data"),
-        ("start", f"{outcome.seconds_to_first_step:.1f} s from launch to the end of the first update"),
-        ("checkpoint", str(newest)),
-    ]
+    rows = [("updates", f"{outcome.progress.step}, {short(outcome.progress.tokens)} tokens")]
+    if outcome.seconds_to_first_step:
+        rows += [
+            ("loss", f"{outcome.first_loss:.4f} first, {outcome.last_loss:.4f} last"),
+            (
+                "speed",
+                f"{short(outcome.tokens_per_second)} tokens/s, {outcome.data_wait:.1%} of the time waiting for data",
+            ),
+            ("start", f"{outcome.seconds_to_first_step:.1f} s from launch to the end of the first update"),
+        ]
+    rows.append(("checkpoint", str(newest)))
     if outcome.progress.skipped:
         rows.insert(1, ("skipped", f"{outcome.progress.skipped} updates without any target"))
     if exported:
         rows.append(("Hugging Face", str(exported)))
     print_table(f"stopped {outcome.stopped}" if outcome.stopped else "done", rows)
     print(f"\ngo on with     {go_on}", flush=True)  # one line whatever its length, to be copied
+
+
+def _processes(count: int) -> str:
+    return f"{count} process{'es' if count > 1 else ''}"
 
 
 def _zero(plan: "Plan") -> str:

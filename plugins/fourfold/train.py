@@ -97,7 +97,7 @@ def train(config: TrainConfig, *, plain: dict[str, Any]) -> int:
                 exported=exported,
                 go_on=command_to_go_on(outcome.progress.step, config=config, stopped=bool(outcome.stopped)),
             )
-    return INTERRUPTED_EXIT if outcome.stopped else 0
+    return INTERRUPTED_EXIT if outcome.interrupted else 0
 
 
 def prepare_run(config: TrainConfig, *, layout: Layout, device: torch.device) -> Plan:

@@ -95,7 +95,6 @@ def test_the_disk_is_full(tmp_path: Path, cache: Path, through: Path) -> None:
         result = run([*ACCELERATE, FAULTY, *words], folder=tmp_path, FAULT=fault)
         assert "checkpoint of update 4 not written: rank " in result.out
         assert f"{reason} (" in result.out
-        assert "training goes on" in result.out
         assert set(updates(tmp_path / "out")) == set(range(1, STEPS + 1))
         assert "The last checkpoint, of update 6, could not be written" in result.paragraph
         assert "The newest complete one there is step-00000002" in result.paragraph

@@ -69,7 +69,7 @@ def test_k05_nothing_but_the_weights_changes(
     parameters = sum(tensor.numel() for tensor in weights.values())
     assert 2 * parameters < (exported / "model.safetensors").stat().st_size < 2 * parameters + 10_000
     assert (exported / "model.safetensors").stat().st_mode & 0o777 == (exported / "config.json").stat().st_mode & 0o777
-    assert "base_model:" in (exported / "README.md").read_text()
+    assert "Fine-tuned from" in (exported / "README.md").read_text()
 
 
 @pytest.mark.parametrize("tier", ["dp", "zero3"])

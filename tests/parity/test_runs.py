@@ -230,8 +230,7 @@ def test_a_run_goes_on_bit_by_bit_from_any_update(ranks: RankPool, cache: str, t
 
 def test_the_run_ends_with_a_checkpoint_before_max_time(ranks: RankPool, cache: str, tmp_path: Path) -> None:
     more = [f"output_dir={tmp_path}", "seq_len=16", "max_steps=100000", "max_time=3", "save_every=7"]
-    codes = ranks.run(2, run_from_now, overrides=[*QUICK, cache, *more])
-    assert codes == [INTERRUPTED_EXIT] * 2
+    assert ranks.run(2, run_from_now, overrides=[*QUICK, cache, *more]) == [0, 0], "as planned"
     done = max(metrics(tmp_path, "train/loss"))
     assert done >= 1
     assert (tmp_path / "checkpoints" / f"step-{done:08d}" / "checkpoint.json").is_file()

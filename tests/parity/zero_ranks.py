@@ -127,7 +127,14 @@ def train_by_loader(
     )
     updates = []
     for update in loader.updates(0, num_epochs=epochs, max_steps=None):
-        counts = count(update.micro_batches, window=None, stop=False, group=mesh.loss_group, device=torch.device("cpu"))
+        counts = count(
+            update.micro_batches,
+            window=None,
+            asked_to_stop=False,
+            out_of_time=False,
+            group=mesh.loss_group,
+            device=torch.device("cpu"),
+        )
         losses = engine.forward_backward(update.micro_batches, targets=counts.targets)
         dist.all_reduce(losses := losses.sum(), group=mesh.loss_group)
         gradients = gather(engine, engine.gradients(), mesh=mesh)

@@ -104,6 +104,13 @@ def test_a_changed_setting_of_the_data_is_named(tmp_path: Path) -> None:
         found(other, digest="d2")
 
 
+def test_a_new_place_is_not_blamed_for_new_content(tmp_path: Path) -> None:
+    checkpoint(tmp_path, config(tmp_path), step=2)
+    with pytest.raises(ValueError, match="changed data") as refused:
+        found(config(tmp_path, data=DataConfig(kind=SourceKind.jsonl, path="b.jsonl")), digest="d2")
+    assert "data.path" not in str(refused.value)
+
+
 def test_another_model(tmp_path: Path) -> None:
     checkpoint(tmp_path, config(tmp_path), step=2)
     with pytest.raises(ValueError, match=r"its embed has shape \[96, 32\], this model's \[97, 32\]"):

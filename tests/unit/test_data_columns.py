@@ -39,7 +39,7 @@ def test_completion_and_eos_are_the_targets(kind: Any) -> None:
     assert shown(answer("a b", " c d"), by=kind(tokenizer())) == ["<s>", "a", "b", "[c]", "[d]", "[</s>]"]
     assert shown(answer("a b ", "c"), by=kind(tokenizer(bos=False))) == ["a", "b", "[c]", "[</s>]"]
     assert shown(answer("", "c"), by=kind(tokenizer())) == ["<s>", "[c]", "[</s>]"]
-    assert shown(answer("a", ""), by=kind(tokenizer())) == ["<s>", "a", "[</s>]"]
+    assert shown(answer("a", ""), by=kind(tokenizer())) == ["<s>", "a", "</s>"]  # no answer
 
 
 def test_a_token_over_the_border_is_a_target_or_refused() -> None:

@@ -99,7 +99,7 @@ def test_the_command_shows_a_mixture(shown: Any) -> None:
     for part in (
         "data of quickstart",
         "2 sources",
-        "11 documents, left out: 1 empty, 1 cut over rows",
+        "documents  11; left out: 1 empty; 1 spread over several rows",
         "best_fit",
         "50.0%",
         "tokens of a document",
@@ -120,7 +120,7 @@ def test_on_a_terminal_it_is_coloured(shown: Any) -> None:
 
 def test_a_stream_is_counted_as_far_as_it_is_shown(shown: Any) -> None:
     text = shown("data=jsonl", "data.path=chat.jsonl", "data.streaming=true", "data.packing=none", "--rows", "2")
-    assert "2 documents (of the stream so far)" in text
+    assert "2 (of the stream so far)" in text
 
 
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:

@@ -54,6 +54,30 @@ def test_keys_of_a_source_fall_back_to_those_of_the_data() -> None:
     assert first.packing is second.packing is Packing.none
 
 
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [
+        ("a.jsonl", SourceKind.jsonl),
+        ("b.tsv", SourceKind.csv),
+        ("c.parquet", SourceKind.parquet),
+        ("d", SourceKind.text),
+    ],
+)
+def test_a_table_is_known_by_its_name(path: str, kind: SourceKind) -> None:
+    data = DataConfig(path=None, sources=[MixtureSource(path)])
+    assert data.sources is not None
+    assert source_config(data, data.sources[0]).kind is kind
+
+
+def test_a_table_is_no_text(tmp_path: Path) -> None:
+    file = tmp_path / "a.csv"
+    file.write_text("text\nhello\n")
+    with pytest.raises(
+        ValueError, match=r"a\.csv is a table, and data\.kind=text would take it for one document: use data=csv"
+    ):
+        make(DataConfig(path=str(file)), tmp_path)
+
+
 def mixture(folder: Path, *, streaming: bool = False, **settings: Any) -> DataConfig:
     """Documents 0..29 and 100..111, and more of the first, a document a row."""
     keys = settings.pop("keys", [{"weight": 2.0}, {"weight": 1.0}])

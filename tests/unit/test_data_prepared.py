@@ -211,7 +211,10 @@ def test_failure_and_leftovers_leave_no_half_written_rows(tmp_path: Path, monkey
     assert make(data, tmp_path).stats.documents == 9
 
 
-def test_nothing_is_printed_unless_asked(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_nothing_is_printed_unless_asked(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(work, "IN_A_FILE", 0.0)
     data = write_documents(tmp_path / "d.jsonl", 5)
     data.num_proc = 2
     make(data, tmp_path)

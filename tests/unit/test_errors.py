@@ -69,7 +69,10 @@ def test_anything_else_shows_its_trace_and_rank(body: str, rank: int, tmp_path: 
 
 def test_a_second_interrupt(tmp_path: Path) -> None:
     result = run("def work(): raise KeyboardInterrupt", folder=tmp_path)
-    assert (result.returncode, result.stderr) == (errors.INTERRUPTED_EXIT, "")
+    assert (result.returncode, result.stderr) == (
+        errors.INTERRUPTED_EXIT,
+        "\nfourfold: interrupted at once, without a checkpoint\n",
+    )
 
 
 @pytest.mark.parametrize("code", [0, 130])

@@ -114,12 +114,17 @@ def _model_card(index: dict[str, Any], *, source: Path) -> str:
     run = index.get("run", {})
     progress = index["progress"]
     return (
-        "---\nlibrary_name: transformers\n"
-        f"base_model: {run.get('model', source.name)}\ntags: [fourfold]\n---\n\n"
+        f"---\nlibrary_name: transformers\n{_base_model(run)}tags: [fourfold]\n---\n\n"
         f"# {run.get('name', 'fourfold run')}\n\n"
         f"Fine-tuned from `{run.get('model', source.name)}` with fourfold {index['versions']['fourfold']}: "
         f"{progress['step']} updates, {progress['tokens']:,} tokens, rows of {run.get('seq_len', '?')} tokens.\n"
     )
+
+
+def _base_model(run: dict[str, Any]) -> str:
+    """For the hub, which knows no folders of ours."""
+    model = str(run.get("model", ""))
+    return f"base_model: {model}\n" if model.count("/") == 1 and not model.startswith((".", "~", "/")) else ""
 
 
 def export_checkpoint(checkpoint: Path, *, target: Path, dtype: str | None = None, to: str = "hf") -> Path:

@@ -10,6 +10,8 @@ from fourfold.checkpoint.pieces import read_index, read_table
 from fourfold.output import CHECKPOINTS
 from fourfold.schema import DataConfig, TrainConfig
 
+MAY_MOVE = ("data.path=", "data.eval_path=")
+
 
 @dataclass(frozen=True)
 class ToResume:
@@ -135,8 +137,10 @@ def _data_differing(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[
         found.append(f"a vocabulary of {ours['vocabulary']} tokens (there {theirs['vocabulary']})")
     elif theirs["tokenizer"] != ours["tokenizer"]:
         found.append("another tokenizer")
-    found += _differing(theirs["settings"], ours["settings"])
-    if not found and ours["digest"] is not None:
+    known = ours["digest"] is not None
+    moved = MAY_MOVE if known else ()  # rows that are the same may lie elsewhere
+    found += [one for one in _differing(theirs["settings"], ours["settings"]) if not one.startswith(moved)]
+    if not found and known:
         found.append(
             f"changed data ({ours['rows']} rows of {ours['tokens']} tokens in all, there {theirs['rows']} of "
             f"{theirs['tokens']})"

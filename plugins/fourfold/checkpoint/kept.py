@@ -4,14 +4,10 @@ import shutil
 from pathlib import Path
 
 from fourfold.checkpoint.files import sync
-from fourfold.checkpoint.pieces import INDEX
+from fourfold.checkpoint.pieces import INDEX, KEPT, read_index
 
 STEP = "step-{:08d}"
 BROKEN = "broken-"
-
-
-def step_of(checkpoint: Path) -> int:
-    return int(checkpoint.name.rpartition("-")[2])
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:
@@ -29,14 +25,22 @@ def leftovers(folder: Path) -> list[Path]:
     return sorted([*folder.glob(".step-*.partial"), *folder.glob(".step-*.old")])
 
 
-def rotate(folder: Path, *, keep_last: int | None, keep_every: int | None) -> None:
-    """Remove all but the newest `keep_last` complete checkpoints (None: all) and those at a multiple of `keep_every`
-    updates; the newest always stays."""
+def rotate(folder: Path, *, keep_last: int | None) -> None:
+    """Remove all but the newest `keep_last` complete checkpoints (None: all) and those that say they are kept for ever,
+    whatever a later run's settings are; the newest always stays."""
     if keep_last is None:
         return
     for path in complete_checkpoints(folder)[: -max(keep_last, 1)]:
-        if not keep_every or step_of(path) % keep_every:
+        if not is_kept(path):
             remove(path)
+
+
+def is_kept(checkpoint: Path) -> bool:
+    """Whether it is never to be removed. One that cannot be read is not ours to remove either."""
+    try:
+        return bool(read_index(checkpoint).get(KEPT))
+    except ValueError:
+        return True
 
 
 def remove(checkpoint: Path) -> None:

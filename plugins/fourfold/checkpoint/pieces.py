@@ -27,6 +27,7 @@ INDEX = "checkpoint.json"
 PIECES = "pieces.json"
 CONFIG = "config.json"
 FORMAT = 2
+KEPT = "kept_for_ever"
 DTYPES = {name: dtype for dtype, name in NAMES.items()}
 
 

@@ -9,6 +9,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from errno import EIO
 from importlib.metadata import version
@@ -18,7 +19,7 @@ from typing import Any
 from fourfold.checkpoint.board import Board
 from fourfold.checkpoint.files import NAMES, digest_of, sync, write_json, write_safetensors
 from fourfold.checkpoint.kept import STEP, leftovers, newest, put_in_place, rotate
-from fourfold.checkpoint.pieces import CONFIG, FORMAT, INDEX, PIECES, rank_file
+from fourfold.checkpoint.pieces import CONFIG, FORMAT, INDEX, KEPT, PIECES, rank_file
 from fourfold.checkpoint.snapshot import HostCopies, Snapshot, look
 from fourfold.mesh import Mesh
 from fourfold.zero.engine import ZeroEngine
@@ -106,7 +107,7 @@ class Saver:
             raise ValueError(
                 f"The last checkpoint, of update {progress.step}, could not be written to {self._folder}: "
                 f"{self._board.read(f'save/{self._count - 1}', of=0)}. The newest complete one there is "
-                f"{kept.name if kept else 'none'}: make room and start again with resume=auto."
+                f"{kept.name if kept else 'none'}: make room and start again{' with resume=auto' if kept else ''}."
             )
         return self._folder / STEP.format(progress.step)
 
@@ -139,9 +140,10 @@ class Saver:
         self._seconds = time.monotonic() - begin
         self._count += 1
         if failure:
-            self._say(f"checkpoint of update {save.progress.step} not written: {failure}; training goes on")
+            self._say(f"checkpoint of update {save.progress.step} not written: {failure}")
         else:
             self._saved_step = save.progress.step
+            self._say(f"checkpoint {save.target.name} written in {self._seconds:.1f} s")
 
     def _writes(self, rank: int | None = None) -> bool:
         """Whether a rank (default: this one) writes: one replica of each shard does."""
@@ -157,7 +159,8 @@ class Saver:
             save.aside.mkdir(parents=True, exist_ok=True)
             written = write_safetensors(path, save.snapshot.entries())
         except OSError as error:
-            path.unlink(missing_ok=True)  # the room may be needed to say so
+            with suppress(OSError):
+                path.unlink()  # the room may be needed
             return {"error": f"rank {self._mesh.rank}: {error.strerror or error} ({path})"}
         pieces = [[piece.name, piece.start, piece.count] for piece in save.snapshot.fragments]
         return {"file": path.name, "written": asdict(written), "pieces": pieces}
@@ -171,7 +174,7 @@ class Saver:
             if not failures:
                 self._write_index(save, reports)
                 put_in_place(save.aside, save.target)
-                rotate(self._folder, keep_last=self._keep_last, keep_every=self._keep_every)
+                rotate(self._folder, keep_last=self._keep_last)
         except OSError as error:
             failures.append(f"{error.strerror or error} ({error.filename})")
         if failures:
@@ -196,6 +199,7 @@ class Saver:
         index = {
             "format": FORMAT,
             "progress": asdict(save.progress),
+            KEPT: bool(self._keep_every and save.progress.step % self._keep_every == 0),
             "optimizer_steps": save.snapshot.optimizer_steps,
             "kinds": {kind: NAMES[dtype] for kind, dtype in save.snapshot.kinds().items()},
             "layout": asdict(self._mesh.layout),

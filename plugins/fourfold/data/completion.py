@@ -25,7 +25,7 @@ def encode_answers(pairs: list[tuple[str, str]], *, tokenizer: "Tokenizer") -> I
             del ids[0], is_target[0]
         if ids and ids[-1] == eos:  # some tokenizers end a text with eos by themselves
             del ids[-1], is_target[-1]
-        yield Encoded([*ids, eos], [*is_target, True])
+        yield Encoded([*ids, eos], [*is_target, any(is_target)])  # no answer, nothing to learn
 
 
 def _by_offsets(pairs: list[tuple[str, str]], *, tokenizer: "Tokenizer") -> Iterator[tuple[list[int], list[bool]]]:

@@ -24,6 +24,12 @@ def source_files(data: DataConfig, *, path: str) -> list[Path]:
     return files_below(path, suffixes=SUFFIXES[kind])
 
 
+def kind_of(path: str) -> SourceKind | None:
+    """The kind of a file that is a table by its name."""
+    suffix = Path(path).suffix
+    return next((kind for kind, suffixes in SUFFIXES.items() if suffix in suffixes), None)
+
+
 def local_path(path: str) -> Path:
     """An absolute path, from the working directory; ValueError with the path tried when nothing is there."""
     tried = Path(path).expanduser().absolute()
@@ -50,6 +56,10 @@ def text_files(path: str, *, pattern: str) -> list[Path]:
     else:
         root, hidden = local_path(path), frozenset[str]()
     if root.is_file():
+        if table := kind_of(path):
+            raise ValueError(
+                f"{root} is a table, and data.kind=text would take it for one document: use data={table.value}"
+            )
         return [root]
     below = sorted({file.relative_to(root) for file in _matching(root, pattern, hidden=hidden)}, key=_parts)
     below = [name for name in below if not any(_left_out(part, hidden) for part in name.parts)]

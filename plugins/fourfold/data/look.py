@@ -24,6 +24,10 @@ from .stream import StreamRowSet
 from .vocabulary import check_vocabulary
 
 BAR = 40  # characters of the longest bar
+LEGEND = {
+    True: "\ngreen: to be predicted; dim: read only (the first token of a row's piece is predicted by nothing)",
+    False: "\n⟦read only⟧, the rest is to be predicted (the first token of a row's piece is predicted by nothing)",
+}
 
 
 def look(config: TrainConfig, *, rows: int, full: bool) -> None:
@@ -48,6 +52,8 @@ def look(config: TrainConfig, *, rows: int, full: bool) -> None:
         out.print(_sources(made))
     stats = made.train.stats if isinstance(made.train, StreamRowSet) else made.stats
     out.print(_histogram(stats, seq_len=config.seq_len))
+    if shown:
+        out.print(Text(LEGEND[out.is_terminal], style="dim"))
     for number, row in enumerate(shown, start=1):
         _show(row, number=number, tokenizer=tokenizer, full=full, out=out)
 
@@ -57,11 +63,11 @@ def _counts(made: Prepared, *, config: TrainConfig) -> Iterator[tuple[str, str]]
     streamed = isinstance(made.train, StreamRowSet)
     stats = made.train.stats if isinstance(made.train, StreamRowSet) else made.stats
     yield "source", str(data.path) if data.sources is None else f"{len(data.sources)} sources"
-    yield "documents", described(stats) + (" (of the stream so far)" if streamed else "")
+    yield "documents", described(stats).replace(" documents", "", 1) + (" (of the stream so far)" if streamed else "")
     yield "rows", f"{stats.rows} of {config.seq_len} tokens, {data.packing.value}, {stats.efficiency:.2%} filled"
     if len(made.sources) > 1 and not isinstance(made.train, StreamRowSet):
         yield "epoch", f"{len(made.train)} rows"
-    yield "tokens", short(stats.tokens)
+    yield "tokens", short(stats.tokens) + (" in all sources, each once" if len(made.sources) > 1 else "")
     share = stats.targets / max(stats.tokens, 1)
     yield "targets", f"{short(stats.targets)} ({share:.1%} of the tokens), {stats.rows_without_target} rows without"
     if made.eval_stats:

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..schema import DataConfig, MixtureSource
+from .files import kind_of
 from .pack import Row
 from .rows import RowSet, epoch_order
 
@@ -21,9 +22,13 @@ FOR_THE_MIXTURE = ("weight", "epochs")
 
 
 def source_config(data: DataConfig, source: MixtureSource) -> DataConfig:
-    """The settings of one source as if it were all the data: its own keys, else those of `data`; nothing to evaluate on."""
+    """The settings of one source as if it were all the data: its own keys, else those of `data`; nothing to evaluate on.
+
+    A file that is a table by its name is read as one, whatever the kind of `data`.
+    """
+    kind = source.kind or kind_of(source.path) or data.kind
     own = {key: value for key, value in vars(source).items() if value is not None and key not in FOR_THE_MIXTURE}
-    return replace(data, **{"sources": None, "eval_path": None, "eval_documents": 0, **own})
+    return replace(data, **{"sources": None, "eval_path": None, "eval_documents": 0, **own, "kind": kind})
 
 
 def rows_per_epoch(sizes: Sequence[int], sources: Sequence[MixtureSource]) -> list[int]:

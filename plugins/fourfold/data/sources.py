@@ -89,7 +89,8 @@ def _json_lines(files: list[Path], *, data: DataConfig) -> Iterator[Document]:
                 try:
                     row = json.loads(line)
                 except ValueError as error:  # not JSON, or not UTF-8
-                    raise ValueError(f"{file}:{number}: not one JSON value a line: {error}") from None
+                    reason = error.msg if isinstance(error, json.JSONDecodeError) else error
+                    raise ValueError(f"{file}:{number}: not one JSON value a line: {reason}") from None
                 yield to_document(row, data=data, where=f"{file}:{number}")
 
 

@@ -65,5 +65,5 @@ def described(stats: PackStats) -> str:
     if stats.truncated_documents:
         told.append(f"{stats.truncated_documents} truncated by {stats.truncated_tokens} tokens")
     if stats.cut_documents:
-        told.append(f"{stats.cut_documents} cut over rows")
-    return ", ".join(told)
+        told.append(f"{stats.cut_documents} spread over several rows")
+    return "; ".join(told)

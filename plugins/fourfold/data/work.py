@@ -5,6 +5,7 @@ The folder holds train/ and eval/ (rows.py) and prepared.json with their counts.
 
 import itertools
 import json
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
 SUMMARY = "prepared.json"
+IN_A_FILE = 20.0  # seconds between two words on progress where no terminal redraws them
 HELD_OUT = 0x48454C44  # second word of the seed of the choice: no epoch's permutation (rows.py) shares its stream
 
 
@@ -125,7 +127,8 @@ class Work:
             return found
         from tqdm import tqdm
 
-        return tqdm(found, desc=f"tokenise and pack {self._name(part)}", unit=" documents", leave=False)
+        often = {} if sys.stderr.isatty() else {"delay": IN_A_FILE, "mininterval": IN_A_FILE}
+        return tqdm(found, desc=f"tokenise and pack {self._name(part)}", unit=" documents", leave=False, **often)
 
     def _name(self, part: str) -> str:
         return self.where if part == "train" else f"{self.where}, held out"
