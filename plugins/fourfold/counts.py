@@ -29,9 +29,10 @@ def count(
     asked_to_stop: bool,
     out_of_time: bool,
     group: dist.ProcessGroup,
+    copies: int,
     device: torch.device,
 ) -> Counts:
-    """Collective over `group`; every data coordinate counts once."""
+    """Collective over `group`, of which `copies` ranks each have the same micro-batches: those count once."""
     lengths = [length for batch in micro_batches for length in document_lengths(batch["document_ids"])]
     mine = torch.tensor(
         [
@@ -46,7 +47,9 @@ def count(
         device=device,
     )
     dist.all_reduce(mine, group=group)
-    targets, tokens, padding, full, windowed, stops, ends = mine.tolist()
+    *sums, stops, ends = mine.tolist()
+    assert all(one % copies == 0 for one in sums), (sums, copies)
+    targets, tokens, padding, full, windowed = (one // copies for one in sums)
     return Counts(targets, tokens, padding, full, windowed, asked_to_stop=stops > 0, out_of_time=ends > 0)
 
 

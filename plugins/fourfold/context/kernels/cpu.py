@@ -19,9 +19,6 @@ BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 class CpuKernel:
     name = "torch's fused CPU attention"
 
-    def refusals(self, *, head_dim: int, softcap: bool) -> list[str]:
-        return ["it has no soft-cap of logits"] if softcap else []
-
     def forward(self, q: Tensor, k: Tensor, v: Tensor, one: Rectangle, spec: Spec) -> tuple[Tensor, Tensor]:
         mask = _mask(one, spec, q.dtype)
         out, lse = FORWARD(q, k, v, 0.0, one.kind == "causal", attn_mask=mask, scale=spec.scale)

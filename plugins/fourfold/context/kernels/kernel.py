@@ -31,10 +31,6 @@ class Kernel(Protocol):
 
     name: str
 
-    def refusals(self, *, head_dim: int, softcap: bool) -> list[str]:
-        """Why it cannot serve a model, in words for the user."""
-        ...
-
     def forward(self, q: Tensor, k: Tensor, v: Tensor, one: Rectangle, spec: Spec) -> tuple[Tensor, Tensor]:
         """(out[B, H, q, D] in the dtype of q, lse[B, H, q]) of q and k already cut to the rectangle."""
         ...

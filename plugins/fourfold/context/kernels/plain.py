@@ -15,9 +15,6 @@ BLOCK = 128  # queries whose logits exist at a time
 class PlainKernel:
     name = "plain products, block by block"
 
-    def refusals(self, *, head_dim: int, softcap: bool) -> list[str]:
-        return []
-
     def forward(self, q: Tensor, k: Tensor, v: Tensor, one: Rectangle, spec: Spec) -> tuple[Tensor, Tensor]:
         outs, lses = [], []
         for queries in _blocks(q.shape[2]):
