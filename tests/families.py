@@ -30,6 +30,15 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 16,
     "rope_theta": 10000.0,
 }
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0, 1.1, 1.2, 1.3],
+    "long_factor": [2.0, 3.0, 5.0, 8.0],
+    "factor": 8.0,
+    "original_max_position_embeddings": 8,
+    "rope_theta": 10000.0,
+}
+DYNAMIC_ROPE = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama_tied": ("llama", {"tie_word_embeddings": True}),
@@ -42,13 +51,17 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3_text": ("gemma3_text", MIXED),
     "phi3": ("phi3", {"sliding_window": 4}),
 }
+STRETCHED: dict[str, tuple[str, dict[str, Any]]] = {  # their rotary embedding depends on the longest document beside
+    "phi3_longrope": ("phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 8}),
+    "llama_dynamic_rope": ("llama", {"rope_parameters": DYNAMIC_ROPE, "max_position_embeddings": 8}),
+}
 
 
 def family_model(name: str, *, seed: int = 0) -> Any:
     """Random float32 model in training mode, with eager attention: the reference has nothing fused."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    kind, more = FAMILIES[name]
+    kind, more = {**FAMILIES, **STRETCHED}[name]
     config = AutoConfig.for_model(kind, **{**SHARED, **more})
     torch.manual_seed(seed)
     return AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().train()

@@ -9,8 +9,10 @@ from torch import Tensor, nn
 VOCABULARY, WIDTH, LAYERS, LENGTH = 96, 32, 2, 12
 
 
-def tiny_model(*, tied: bool = False, seed: int = 0, dtype: torch.dtype = torch.float32) -> Any:
-    """Llama with grouped queries (4 heads, 2 KV heads)."""
+def tiny_model(
+    *, tied: bool = False, seed: int = 0, dtype: torch.dtype = torch.float32, heads: tuple[int, int] = (4, 2)
+) -> Any:
+    """Llama with grouped queries: `heads` of queries and of keys."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(seed)
@@ -19,8 +21,8 @@ def tiny_model(*, tied: bool = False, seed: int = 0, dtype: torch.dtype = torch.
         hidden_size=WIDTH,
         intermediate_size=48,
         num_hidden_layers=LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        num_attention_heads=heads[0],
+        num_key_value_heads=heads[1],
         max_position_embeddings=64,
         tie_word_embeddings=tied,
         use_cache=False,

@@ -14,6 +14,7 @@ GROUPS = {
     "data": schema.DataConfig,
     "optim": schema.OptimConfig,
     "zero": schema.ZeroConfig,
+    "attention": schema.AttentionConfig,
     "activation": schema.ActivationConfig,
     "tracker": schema.TrackerConfig,
     "cluster": schema.ClusterConfig,

@@ -30,9 +30,10 @@ def count(
     window: int | None,
     reasons: Mapping[str, bool],
     group: dist.ProcessGroup,
+    copies: int,
     device: torch.device,
 ) -> Counts:
-    """Collective over `group`; every data coordinate counts once."""
+    """Collective over `group`, of which `copies` ranks each have the same micro-batches: those count once."""
     lengths = [length for batch in micro_batches for length in document_lengths(batch["document_ids"])]
     mine = torch.tensor(
         [
@@ -46,8 +47,11 @@ def count(
         device=device,
     )
     dist.all_reduce(mine, group=group)
-    targets, tokens, padding, full, windowed, *found = mine.tolist()
-    stop = next((text for text, ranks in zip(REASONS.values(), found, strict=True) if ranks), "")
+    *sums, bad_data, asked, out_of_time = mine.tolist()
+    found = zip(REASONS.values(), (bad_data, asked, out_of_time), strict=True)
+    stop = next((text for text, ranks in found if ranks), "")
+    assert stop or all(one % copies == 0 for one in sums), (sums, copies)  # a rank whose data are bad has none
+    targets, tokens, padding, full, windowed = (one // copies for one in sums)
     return Counts(targets, tokens, padding, full, windowed, stop)
 
 

@@ -52,6 +52,6 @@ def peak_memory(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def seed_everything(seed: int, *, data_rank: int) -> None:
-    """Random numbers of this process: dropout differs between data ranks (weights are read, never drawn)."""
-    torch.manual_seed(seed * 100_003 + data_rank)
+def seed_everything(seed: int, *, rank: int) -> None:
+    """Random numbers of this process: dropout differs between ranks with other tokens (weights are read, never drawn)."""
+    torch.manual_seed(seed * 100_003 + rank)

@@ -52,10 +52,12 @@ def check_data(config: TrainConfig) -> None:
 
 def check_model(config: TrainConfig, *, model_config: Any, attn_implementation: str) -> None:
     """Rules that need the model's config."""
-    from fourfold.activation.checkpointing import refusals
+    from fourfold.activation import checkpointing
+    from fourfold.context import select
 
     problems = list(context(config, longest=model_config.max_position_embeddings))
-    problems += refusals(
+    problems += select.refusals(config, model_config=model_config)
+    problems += checkpointing.refusals(
         config.activation,
         num_layers=model_config.num_hidden_layers,
         attn_implementation=attn_implementation,
@@ -64,7 +66,7 @@ def check_model(config: TrainConfig, *, model_config: Any, attn_implementation: 
 
 
 def unfinished_axes(config: TrainConfig) -> Iterator[str]:
-    for axis, meaning in (("tp", "tensor"), ("cp", "context"), ("pp", "pipeline")):
+    for axis, meaning in (("tp", "tensor"), ("pp", "pipeline")):
         size = getattr(config, f"{axis}_size")
         if size > 1:
             yield f"{axis}_size={size}: {meaning} parallelism is not in this release; use {axis}_size=1."

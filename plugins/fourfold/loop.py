@@ -42,7 +42,7 @@ class Outcome:
 
 
 class TrainingLoop:
-    """Runs updates on one rank. `saver` and `evaluate` are called on all ranks alike."""
+    """Runs updates on one rank. `split` makes this rank's part of whole rows. `saver` and `evaluate` are called on all ranks alike."""
 
     def __init__(
         self,
@@ -52,13 +52,14 @@ class TrainingLoop:
         mesh: Mesh,
         device: torch.device,
         model_config: Any,
+        split: Callable[[dict[str, Tensor]], dict[str, Any]],
         learning_rate: Callable[[int], float],
         reporter: Reporter,
         track: Callable[[dict[str, Any], int], None],
         peak_flops: float | None,
     ) -> None:
         self._config, self._engine, self._mesh, self._device = config, engine, mesh, device
-        self._model_config = model_config
+        self._model_config, self._split = model_config, split
         self._learning_rate = learning_rate
         self._reporter, self._track = reporter, track
         self._peak_flops = peak_flops
@@ -147,6 +148,7 @@ class TrainingLoop:
             window=self._window,
             reasons=reasons,
             group=self._mesh.loss_group,
+            copies=self._mesh.layout.cp_size,
             device=self._device,
         )
 
@@ -156,8 +158,8 @@ class TrainingLoop:
         if counts.targets == 0:
             self._reporter.say(f"update {step}: no target in the whole global batch; skipped, weights unchanged")
             return math.nan, math.nan, rate
-        seed_everything(self._config.seed + step, data_rank=self._mesh.data_rank)
-        losses = self._engine.forward_backward(update.micro_batches, targets=counts.targets)
+        seed_everything(self._config.seed + step, rank=dist.get_rank(self._mesh.loss_group))
+        losses = self._engine.forward_backward(list(map(self._split, update.micro_batches)), targets=counts.targets)
         everywhere = self._gather(losses)
         self._refuse_infinite_loss(everywhere, step=step)
         norm = self._engine.step(learning_rate=rate)

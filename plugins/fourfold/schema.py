@@ -174,6 +174,17 @@ class ZeroConfig:
 
 
 @dataclass
+class AttentionConfig:
+    """How the ranks of a cp group compute attention over one row."""
+
+    name: str = "auto"  # auto | local | ulysses | ring | allgather | hybrid | needed_only, or a plugin's
+    _target_: str | None = None  # class of the strategy; None: the one that sends the fewest bytes
+    balance: str = "auto"  # who holds which tokens: auto | zigzag | greedy | per_document | contiguous
+    ulysses_size: str = "auto"  # hybrid: ranks that heads are split over; auto: as many as the key heads allow
+    outer: str = "ring"  # hybrid: ring | allgather over the rest
+
+
+@dataclass
 class ActivationConfig:
     checkpointing: Checkpointing = Checkpointing.none
     every_n: int | None = None  # layers in one recomputed stretch; None: round(sqrt(layers))
@@ -239,6 +250,7 @@ class TrainConfig:
     data: DataConfig = field(default_factory=DataConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     zero: ZeroConfig = field(default_factory=ZeroConfig)
+    attention: AttentionConfig = field(default_factory=AttentionConfig)
     activation: ActivationConfig = field(default_factory=ActivationConfig)
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)

@@ -27,7 +27,7 @@ def print_start(plan: "Plan", *, device_name: str, step: int, resumed: str) -> N
             f"{config.micro_batch_size} rows x {accumulation} micro-batches",
         ),
         ("precision", _precision(plan)),
-        ("attention", f"{model._attn_implementation}, documents isolated"),
+        ("attention", f"{_attention(plan)}; documents isolated"),
         ("checkpointing", _checkpointing(plan)),
         ("data", _data(plan)),
         ("length", f"{plan.total_steps} updates" + (f", from update {step} on" if step else "")),
@@ -72,6 +72,16 @@ def _zero(plan: "Plan") -> str:
     offload = {zero.offload.optimizer, zero.offload.parameters} - {Offload.none}
     where = f", offloaded to {' and '.join(sorted(place.value for place in offload))}" if offload else ""
     return f"stage {zero.stage}, {sharded}{where}"
+
+
+def _attention(plan: "Plan") -> str:
+    from fourfold.context.attention import IMPLEMENTATION
+    from fourfold.context.select import choose_kernel, described
+
+    model = plan.model.config
+    if model._attn_implementation != IMPLEMENTATION:
+        return str(model._attn_implementation)
+    return f"{described(plan.config, model_config=model)}; {choose_kernel(model, device=plan.device).name}"
 
 
 def _precision(plan: "Plan") -> str:

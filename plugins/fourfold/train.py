@@ -20,6 +20,8 @@ from fourfold.checkpoint.files import write_json
 from fourfold.checkpoint.find import ToResume, checkpoint_to_resume, data_identity, settings_that_must_not_change
 from fourfold.checkpoint.kept import tidy
 from fourfold.checkpoint.save import Progress, Saver
+from fourfold.context import select
+from fourfold.context.attention import IMPLEMENTATION, register
 from fourfold.data.fingerprint import stream_state, tokenizer_digest
 from fourfold.data.loader import Loader, eval_batches, total_updates
 from fourfold.data.prefetch import prefetch
@@ -106,6 +108,9 @@ def prepare_run(config: TrainConfig, *, layout: Layout, device: torch.device) ->
     folder = resolve_folder(config.model)
     model_config = read_config(folder, model=config.model)
     attention = attention_implementation(model_config, model=config.model)
+    if select.is_ours(config, device=device):
+        attention = IMPLEMENTATION
+        register()
     legality.check_model(config, model_config=model_config, attn_implementation=attention)
     dtype = torch.bfloat16 if config.precision is Precision.bf16 else torch.float32
     weights = Weights(folder)
@@ -167,12 +172,14 @@ def run(plan: Plan, *, engine: ZeroEngine, mesh: Mesh, board: Board, plain: dict
     reporter = Reporter(
         enabled=mesh.is_main, total_steps=plan.total_steps, first_step=progress.step, output_dir=plan.output_dir
     )
+    split = select.splitter(config, model_config=plan.model.config, group=mesh.axis_groups["cp"], device=plan.device)
     loop = TrainingLoop(
         config=config,
         engine=engine,
         mesh=mesh,
         device=plan.device,
         model_config=plan.model.config,
+        split=split,
         learning_rate=plan.learning_rate,
         reporter=reporter,
         track=lambda metrics, step: tracker.log(metrics, step=step) if tracker else None,
@@ -195,7 +202,7 @@ def run(plan: Plan, *, engine: ZeroEngine, mesh: Mesh, board: Board, plain: dict
     def evaluate(at: Progress) -> None:
         if plan.data.eval is None:
             return
-        loss, targets = evaluate_loss(_eval_batches(plan, mesh=mesh), engine=engine, mesh=mesh)
+        loss, targets = evaluate_loss(map(split, _eval_batches(plan, mesh=mesh)), engine=engine, mesh=mesh)
         metrics = {"eval/loss": loss, "eval/perplexity": math.exp(min(loss, 700.0)), "eval/targets": targets}
         reporter.record(at.step, metrics=metrics)
         reporter.say(f"evaluation after update {at.step}: loss {loss:.4f}, perplexity {metrics['eval/perplexity']:.2f}")

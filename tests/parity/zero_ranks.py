@@ -1,5 +1,7 @@
 """What one rank does in the ZeRO parity tests."""
 
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fourfold.context.attention import IMPLEMENTATION, register
+from fourfold.context.select import splitter
 from fourfold.counts import count
 from fourfold.data.loader import Loader
 from fourfold.layout import Layout
@@ -37,13 +41,40 @@ def gather(engine: ZeroEngine, buffers: list[Any], *, mesh: Mesh) -> dict[str, T
 
 
 def build(rank: int, *, folder: Path, config: TrainConfig, layout: Layout) -> tuple[ZeroEngine, Mesh]:
+    """Its `forward_backward` takes whole rows: with cp_size > 1 each rank computes its part, as in the training loop."""
+    engine, mesh = build_engine(folder=folder, config=config, layout=layout)
+    if layout.cp_size > 1:
+        parts, split = engine.forward_backward, split_rows(folder=folder, config=config, mesh=mesh)
+
+        def forward_backward(micro_batches: list[dict[str, Tensor]], *, targets: int) -> Tensor:
+            return parts([split(batch) for batch in micro_batches], targets=targets)
+
+        engine.forward_backward = forward_backward  # type: ignore[method-assign]
+    return engine, mesh
+
+
+def build_engine(*, folder: Path, config: TrainConfig, layout: Layout) -> tuple[ZeroEngine, Mesh]:
     mesh = build_mesh(layout, device_type="cpu")
     dtype = torch.bfloat16 if config.precision is Precision.bf16 else torch.float32
     source = ModelConfig(path=str(folder))
     model_config = read_config(folder, model=source)
     attention = attention_implementation(model_config, model=source)
+    if layout.cp_size > 1:
+        attention = IMPLEMENTATION
+        register()
     hf = build_on_meta(model_config, dtype=dtype, attn_implementation=attention)
     return parallelize(hf, Weights(folder), config=config, mesh=mesh, device=torch.device("cpu")), mesh
+
+
+def split_rows(*, folder: Path, config: TrainConfig, mesh: Mesh) -> Callable[[dict[str, Tensor]], dict[str, Any]]:
+    """From whole rows, with or without document_ids, to this cp rank's part."""
+    split = splitter(
+        replace(config, cp_size=mesh.layout.cp_size),
+        model_config=read_config(folder, model=ModelConfig(path=str(folder))),
+        group=mesh.axis_groups["cp"],
+        device=torch.device("cpu"),
+    )
+    return lambda batch: split({"document_ids": (batch["position_ids"] == 0).cumsum(1) - 1, **batch})
 
 
 def micro_batches(batch: dict[str, Tensor], *, mesh: Mesh, count: int) -> list[dict[str, Tensor]]:
@@ -133,6 +164,7 @@ def train_by_loader(
             asked_to_stop=False,
             out_of_time=False,
             group=mesh.loss_group,
+            copies=layout.cp_size,
             device=torch.device("cpu"),
         )
         losses = engine.forward_backward(update.micro_batches, targets=counts.targets)

@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fourfold.context.attention import KEYWORD, Context
+
 IGNORED = -100
 
 
@@ -49,8 +51,8 @@ def default_chunk(tokens: int, weight: Tensor) -> int:
 class CausalLMLoss(nn.Module):
     """What is trained: input_ids, position_ids, labels (shifted already), all [B, S] -> sum of token losses.
 
-    Documents of a packed row are told apart by their restarting position_ids, as transformers does it when there is
-    no cache and no mask; it needs no document_ids.
+    Documents of a packed row are told apart by the context (attention.py), or without one by their restarting
+    position_ids, as transformers does it when there is no cache and no mask; it needs no document_ids.
     """
 
     def __init__(self, model: Any, *, chunk_size: int | None = None) -> None:
@@ -58,12 +60,39 @@ class CausalLMLoss(nn.Module):
         self.model = model
         softcap = getattr(model.config, "final_logit_softcapping", None)
         model.lm_head = LossHead(model.lm_head, softcap=softcap, chunk_size=chunk_size)
+        self.rotary = GlobalRotary(model.model.rotary_emb)
 
     def forward(
-        self, input_ids: Tensor, position_ids: Tensor, labels: Tensor, document_ids: Tensor | None = None
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        labels: Tensor,
+        document_ids: Tensor | None = None,
+        context: Context | None = None,
     ) -> Tensor:
-        output = self.model.model(input_ids=input_ids, position_ids=position_ids, use_cache=False)
+        more = {} if context is None else {KEYWORD: context}
+        self.rotary.last_position = None if context is None else context.last_position
+        output = self.model.model(input_ids=input_ids, position_ids=position_ids, use_cache=False, **more)
         return self.model.lm_head(output.last_hidden_state, labels)
+
+
+class GlobalRotary:
+    """Lets rotary embeddings that scale by the highest position (dynamic, longrope) see that of the whole row.
+
+    The embedding is computed once in a forward pass, before the layers, so that recomputation never asks for it.
+    """
+
+    def __init__(self, rotary: Any) -> None:
+        self._original = rotary.forward
+        self.last_position: int | None = None
+        rotary.forward = self
+
+    def __call__(self, x: Tensor, position_ids: Tensor, *more: Any) -> Any:
+        if self.last_position is None:
+            return self._original(x, position_ids, *more)
+        last = position_ids.new_full((len(position_ids), 1), self.last_position)
+        cos, sin = self._original(x, torch.cat([position_ids, last], dim=1), *more)
+        return cos[:, :-1], sin[:, :-1]
 
 
 def build_on_meta(config: Any, *, dtype: torch.dtype, attn_implementation: str) -> Any:

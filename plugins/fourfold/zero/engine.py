@@ -72,7 +72,7 @@ class ZeroEngine:
         self.optimizer = optimizer
         self.module: nn.Module = self._deepspeed.module
 
-    def forward_backward(self, micro_batches: list[dict[str, Tensor]], *, targets: int) -> Tensor:
+    def forward_backward(self, micro_batches: list[dict[str, Any]], *, targets: int) -> Tensor:
         """Gradients of one update; returns the sum of token losses of each micro-batch [len(micro_batches)], detached.
 
         `targets` is the number of valid targets of the global batch over all data ranks and micro-batches: the only
@@ -110,7 +110,7 @@ class ZeroEngine:
             return float("nan")
         return float(self._deepspeed.get_global_grad_norm())
 
-    def forward_only(self, batch: dict[str, Tensor]) -> Tensor:
+    def forward_only(self, batch: dict[str, Any]) -> Tensor:
         """Sum of the token losses of one batch, without gradients. Every rank must call it equally often."""
         self.module.eval()
         try:
@@ -119,8 +119,11 @@ class ZeroEngine:
         finally:
             self.module.train()
 
-    def _to_device(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {key: value.to(self.device, non_blocking=True) for key, value in batch.items()}
+    def _to_device(self, batch: dict[str, Any]) -> dict[str, Any]:
+        return {
+            key: value.to(self.device, non_blocking=True) if torch.is_tensor(value) else value
+            for key, value in batch.items()
+        }
 
     def fragments(self) -> list[Fragment]:
         """Slices of the parameters that this rank keeps, by name; together with the other ranks of the shard group

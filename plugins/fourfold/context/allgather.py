@@ -1,0 +1,84 @@
+"""allgather: every rank gathers all keys and values and computes its own queries (Llama 3, arXiv:2407.21783, 3.3.2).
+
+Cheap where K is small beside H. Sent by a rank for a layer, with kv = 2 B K S D elements, e bytes each, sums of a bytes:
+    forward   (P-1)/P kv e
+    backward  (P-1)/P kv (e + a): gathered again rather than kept, then dK and dV are reduced and scattered
+Held beside the own shard: one layer's kv, while it computes.
+"""
+
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fourfold.context.comm import Comm
+from fourfold.context.kernels.kernel import Kernel, Rows, Spec, attend, attend_backward, wide
+from fourfold.context.sharding import Sharding, everything, held_by
+from fourfold.context.strategy import AttentionShape, ContextStrategy, Options, concatenated
+
+
+class AllGather(ContextStrategy):
+    name: ClassVar[str] = "allgather"
+
+    def __init__(
+        self, group: dist.ProcessGroup, *, kernel: Kernel, heads: int, kv_heads: int, options: Options
+    ) -> None:
+        self._comm, self._kernel = Comm(group), kernel
+
+    @classmethod
+    def sent_bytes(cls, shape: AttentionShape, *, cp_size: int, rank: int, options: Options) -> dict[str, int]:
+        elements = shape.kv_elements * (cp_size - 1) // cp_size
+        return {
+            "kv": elements * shape.itemsize,
+            "kv_backward": elements * shape.itemsize,
+            "d_kv_backward": elements * shape.sum_itemsize,
+        }
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, spec: Spec, sharding: Sharding) -> Tensor:
+        rows = sharding.plan(
+            ("allgather", spec.window),
+            lambda: sharding.rectangles(held_by(self._comm.rank), everything, window=spec.window),
+        )
+        return allgather_attention(q, k, v, comm=self._comm, kernel=self._kernel, rows=rows, spec=spec)
+
+    def sent(self) -> dict[str, int]:
+        return dict(self._comm.sent)
+
+
+def allgather_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, comm: Comm, kernel: Kernel, rows: Rows, spec: Spec
+) -> Tensor:
+    """`rows` are of this member's queries and the keys of all members in the order of `comm`."""
+    out: Tensor = _AllGatherAttention.apply(q, k, v, comm, kernel, rows, spec)
+    return out
+
+
+class _AllGatherAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, comm: Comm, kernel: Kernel, rows: Rows, spec: Spec
+    ) -> Tensor:
+        keys, values = _gathered(k, v, comm=comm, purpose="kv")
+        found = attend(kernel, q, keys, values, rows, spec)
+        out = found.out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, found.lse)
+        ctx.rest = (comm, kernel, rows, spec)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        q, k, v, out, lse = ctx.saved_tensors
+        comm, kernel, rows, spec = ctx.rest
+        keys, values = _gathered(k, v, comm=comm, purpose="kv_backward")
+        d_q = torch.zeros(q.shape, dtype=wide(q.dtype), device=q.device)
+        d_k, d_v = (torch.zeros(keys.shape, dtype=wide(q.dtype), device=q.device) for _ in range(2))
+        attend_backward(kernel, grads[0], q, keys, values, out, lse, rows, spec, into=(d_q, d_k, d_v))
+        parts = [torch.stack(part) for part in zip(d_k.chunk(comm.size, 2), d_v.chunk(comm.size, 2), strict=True)]
+        mine = comm.reduce_scatter(parts, purpose="d_kv_backward")
+        return d_q.to(q.dtype), mine[0].to(q.dtype), mine[1].to(q.dtype), None, None, None, None
+
+
+def _gathered(k: Tensor, v: Tensor, *, comm: Comm, purpose: str) -> tuple[Tensor, Tensor]:
+    parts = comm.all_gather(torch.stack((k, v)), purpose=purpose)
+    return concatenated([part[0] for part in parts]), concatenated([part[1] for part in parts])

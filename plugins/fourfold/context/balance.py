@@ -1,0 +1,146 @@
+"""Who holds which tokens of a row: for each cp rank the stretches of global positions, equally many tokens on each.
+
+This object alone says it; inputs, labels, positions and attention are all derived from it. Without any document border,
+causal attention of S tokens over P ranks costs the slowest rank, over the mean: contiguous 2 - 1/P, the others 1.
+    contiguous     rank i has the i-th S/P tokens
+    zigzag         of 2P equal chunks, rank i has chunks i and 2P-1-i (Llama 3, arXiv:2407.21783 section 3.3.2)
+    per_document   every document cut into 2P chunks, dealt like that: balanced whatever the borders, but every document
+                   is exchanged, and short ones become crumbs
+    greedy         documents of S/2P tokens and more like per_document, shorter ones whole on the rank with the least
+                   work; what is left over makes up the numbers
+"""
+
+from collections.abc import Callable, Sequence
+
+from fourfold.context.rectangles import Interval, Stretches
+
+Ownership = tuple[tuple[Interval, ...], ...]  # by cp rank
+
+
+def contiguous(length: int, ranks: int, documents: Stretches) -> Ownership:
+    size = length // ranks
+    return tuple(((rank * size, (rank + 1) * size),) for rank in range(ranks))
+
+
+def zigzag(length: int, ranks: int, documents: Stretches) -> Ownership:
+    size, last = length // (2 * ranks), 2 * ranks - 1
+    return tuple(
+        _joined([(rank * size, (rank + 1) * size), ((last - rank) * size, (last + 1 - rank) * size)])
+        for rank in range(ranks)
+    )
+
+
+def per_document(length: int, ranks: int, documents: Stretches) -> Ownership:
+    shares = _Shares(length, ranks)
+    for document in documents:
+        shares.deal(document)
+    return shares.filled_up(documents)
+
+
+def greedy(length: int, ranks: int, documents: Stretches) -> Ownership:
+    shares = _Shares(length, ranks)
+    long = [one for one in documents if one[1] - one[0] >= length / (2 * ranks)]
+    short = [one for one in documents if one[1] - one[0] < length / (2 * ranks)]
+    for document in long:
+        shares.deal(document)
+    for document in sorted(short, key=lambda one: (one[0] - one[1], one)):
+        shares.give(document)
+    return shares.filled_up(documents)
+
+
+BALANCES: dict[str, Callable[[int, int, Stretches], Ownership]] = {
+    "zigzag": zigzag,
+    "greedy": greedy,
+    "per_document": per_document,
+    "contiguous": contiguous,
+}
+UNEVENNESS = 1.05  # a simpler balance is kept if its slowest rank has no more work than this over the best one's
+
+
+def choose(length: int, ranks: int, documents: Stretches, *, among: Sequence[str]) -> str:
+    """Of `among`, the simplest first: the one whose slowest rank has the fewest pairs, or a simpler one about as good."""
+    if len(among) == 1:
+        return among[0]
+    loads = {name: max(work(BALANCES[name](length, ranks, documents), documents)) for name in among}
+    best = min(loads.values())
+    return next(name for name in among if loads[name] <= UNEVENNESS * best)
+
+
+def work(ownership: Ownership, documents: Stretches) -> list[int]:
+    """Causal pairs within documents that each rank's queries have."""
+    return [sum(_pairs(stretch, document) for stretch in held for document in documents) for held in ownership]
+
+
+def _pairs(stretch: Interval, document: Interval) -> int:
+    start, end = max(stretch[0], document[0]), min(stretch[1], document[1])
+    if start >= end:
+        return 0
+    first, last = start - document[0] + 1, end - document[0]
+    return (first + last) * (last - first + 1) // 2
+
+
+def _joined(stretches: Sequence[Interval]) -> tuple[Interval, ...]:
+    joined: list[Interval] = []
+    for start, end in stretches:
+        if start == end:
+            continue
+        if joined and joined[-1][1] == start:
+            joined[-1] = (joined[-1][0], end)
+        else:
+            joined.append((start, end))
+    return tuple(joined)
+
+
+class _Shares:
+    """What each rank has been given so far of `length` tokens, of which each gets an equal number."""
+
+    def __init__(self, length: int, ranks: int) -> None:
+        assert length % ranks == 0, (length, ranks)
+        self._held: list[list[Interval]] = [[] for _ in range(ranks)]
+        self._room = [length // ranks] * ranks
+        self._work = [0] * ranks
+
+    def deal(self, document: Interval) -> None:
+        """Two chunks to each rank, from both ends to the middle; odd tokens go to those with the most room."""
+        ranks, length = len(self._held), document[1] - document[0]
+        sizes = [length // (2 * ranks)] * (2 * ranks)
+        most_room = sorted(range(ranks), key=lambda rank: (-self._room[rank], rank))
+        for number in range(length % (2 * ranks)):
+            rank = most_room[number % ranks]
+            sizes[rank if number < ranks else 2 * ranks - 1 - rank] += 1
+        at = document[0]
+        for chunk, size in enumerate(sizes):
+            self._add(chunk if chunk < ranks else 2 * ranks - 1 - chunk, (at, at + size), document=document)
+            at += size
+
+    def give(self, document: Interval) -> None:
+        """Whole to the rank with the least work that has room for it, else in pieces to those with the most."""
+        start, end = document
+        roomy = [rank for rank, room in enumerate(self._room) if room >= end - start]
+        if roomy:
+            self._add(min(roomy, key=lambda rank: (self._work[rank], rank)), document, document=document)
+            return
+        while start < end:
+            rank = max(range(len(self._room)), key=lambda rank: (self._room[rank], -rank))
+            size = min(self._room[rank], end - start)
+            self._add(rank, (start, start + size), document=document)
+            start += size
+
+    def filled_up(self, documents: Stretches) -> Ownership:
+        """Padding, which costs nothing, where there is room left."""
+        length = sum(self._room) + sum(end - start for held in self._held for start, end in held)
+        for gap in _gaps(documents, length=length):
+            self.give(gap)
+        return tuple(_joined(sorted(held)) for held in self._held)
+
+    def _add(self, rank: int, stretch: Interval, *, document: Interval) -> None:
+        if stretch[0] == stretch[1]:
+            return
+        self._held[rank].append(stretch)
+        self._room[rank] -= stretch[1] - stretch[0]
+        self._work[rank] += _pairs(stretch, document)
+
+
+def _gaps(documents: Stretches, *, length: int) -> list[Interval]:
+    edges = [0, *(at for document in sorted(documents) for at in document), length]
+    return [(start, end) for start, end in zip(edges[::2], edges[1::2], strict=True) if start < end]

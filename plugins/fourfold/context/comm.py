@@ -1,0 +1,82 @@
+"""Collectives of context parallelism over one group, with the bytes that each rank sends counted by what they are for.
+
+Bytes are those of the algorithm (what a rank has to send to others), not of a library's wire protocol.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class Comm:
+    """`sent` counts bytes by purpose since it was made."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self._ranks = dist.get_process_group_ranks(group)
+        self.sent: Counter[str] = Counter()
+
+    def all_gather(self, x: Tensor, *, purpose: str) -> list[Tensor]:
+        """x of every rank, in rank order: [size][*x.shape], views of one tensor."""
+        if self.size == 1:
+            return [x]
+        gathered = x.new_empty((self.size, *x.shape))
+        self.sent[purpose] += x.nbytes * (self.size - 1)
+        dist.all_gather(list(gathered.unbind(0)), x.contiguous(), group=self.group)
+        return list(gathered.unbind(0))
+
+    def reduce_scatter(self, parts: Sequence[Tensor], *, purpose: str) -> Tensor:
+        """The sum over ranks of their part for this rank; `parts` has one for each."""
+        if self.size == 1:
+            return parts[0]
+        mine = torch.empty_like(parts[self.rank], memory_format=torch.contiguous_format)
+        self.sent[purpose] += mine.nbytes * (self.size - 1)
+        dist.reduce_scatter(mine, [part.contiguous() for part in parts], group=self.group)
+        return mine
+
+    def all_to_all(self, parts: Sequence[Tensor], shapes: Sequence[Sequence[int]], *, purpose: str) -> list[Tensor]:
+        """`parts[i]` goes to rank i; returns what each rank sent here, of `shapes`. Any of them may be empty."""
+        if self.size == 1:
+            return [parts[0]]
+        self.sent[purpose] += sum(part.nbytes for rank, part in enumerate(parts) if rank != self.rank)
+        counts = [torch.Size(shape).numel() for shape in shapes]
+        received = parts[0].new_empty(sum(counts))
+        dist.all_to_all_single(
+            received,
+            torch.cat([part.reshape(-1) for part in parts]),
+            counts,
+            [part.numel() for part in parts],
+            group=self.group,
+        )
+        return [part.view(*shape) for part, shape in zip(received.split(counts), shapes, strict=True)]
+
+    def shift(self, x: Tensor, *, purpose: str) -> "Shift":
+        """Begin to send `x` to the next rank and to receive that of the one before."""
+        if self.size == 1:  # gloo has no way to itself
+            return Shift([], sent=x, received=x)
+        x, received = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
+        self.sent[purpose] += x.nbytes
+        after, before = self._ranks[(self.rank + 1) % self.size], self._ranks[(self.rank - 1) % self.size]
+        works = dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.isend, x, after, self.group),
+                dist.P2POp(dist.irecv, received, before, self.group),
+            ]
+        )
+        return Shift(works, sent=x, received=received)
+
+
+class Shift:
+    """On its way; what is sent has to stay until it has arrived."""
+
+    def __init__(self, works: list[dist.Work], *, sent: Tensor, received: Tensor) -> None:
+        self._works, self._sent, self._received = works, sent, received
+
+    def wait(self) -> Tensor:
+        for work in self._works:
+            work.wait()
+        return self._received

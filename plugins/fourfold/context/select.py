@@ -1,0 +1,174 @@
+"""Which strategy and kernel a run gets, whether they can serve its model, and why."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fourfold.context.allgather import AllGather
+from fourfold.context.balance import BALANCES
+from fourfold.context.hybrid import Hybrid
+from fourfold.context.kernels.cpu import CpuKernel
+from fourfold.context.kernels.kernel import Kernel
+from fourfold.context.kernels.plain import PlainKernel
+from fourfold.context.local import Local
+from fourfold.context.needed_only import NeededOnly
+from fourfold.context.ring import Ring
+from fourfold.context.split import Splitter
+from fourfold.context.strategy import AttentionShape, ContextStrategy, Options, unit
+from fourfold.context.ulysses import Ulysses
+from fourfold.schema import AttentionConfig, Precision, TrainConfig
+
+# by preference where they send about as much
+BY_BYTES: tuple[type[ContextStrategy], ...] = (Ulysses, NeededOnly, Hybrid, Ring, AllGather)
+
+
+def is_ours(config: TrainConfig, *, device: torch.device) -> bool:
+    """Whether attention goes through a strategy of this package rather than one of transformers' implementations.
+
+    At cp_size=1 on a GPU those are taken unless attention=local is asked for: its CUDA kernel is proven on no GPU yet.
+    """
+    if config.cp_size > 1 or config.attention.name == "local":
+        return True
+    return config.model.attn_implementation == "auto" and device.type == "cpu"
+
+
+def splitter(
+    config: TrainConfig, *, model_config: Any, group: dist.ProcessGroup, device: torch.device
+) -> Callable[[dict[str, Tensor]], dict[str, Any]]:
+    """From whole rows to what this rank computes. Collective over the cp group."""
+    if not is_ours(config, device=device):
+        return lambda batch: batch
+    strategy = build(config, model_config=model_config, group=group, device=device)
+    return Splitter(strategy, group=group, balance=config.attention.balance, device=device)
+
+
+def strategy_class(config: TrainConfig, *, model_config: Any) -> type[ContextStrategy]:
+    """Raises ValueError if `attention._target_` is no strategy."""
+    if config.cp_size == 1:
+        return Local
+    if config.attention._target_ is None:
+        return cheapest(config, model_config=model_config)[0]
+    return _named(config.attention)
+
+
+def cheapest(config: TrainConfig, *, model_config: Any) -> tuple[type[ContextStrategy], dict[str, int]]:
+    """The strategy whose busiest rank sends the fewest bytes for a layer, and those of each that can serve the model.
+
+    Rows are taken as one document, the dearest case. All are balanced (balance.py), so that bytes decide.
+    """
+    sent = {}
+    for kind in BY_BYTES:
+        if not list(kind.refusals(cp_size=config.cp_size, **_heads(model_config), options=options(config.attention))):
+            sent[kind.name] = most_bytes(kind, config, model_config=model_config)
+    best = min(sent.values())
+    return next(kind for kind in BY_BYTES if sent.get(kind.name, best + 1) <= best), sent
+
+
+def most_bytes(kind: type[ContextStrategy], config: TrainConfig, *, model_config: Any) -> int:
+    """Of the ranks of a cp group, for one layer and micro-batch, forward and backward."""
+    shape = AttentionShape(
+        rows=config.micro_batch_size,
+        length=-(-config.seq_len // unit(config.cp_size)) * unit(config.cp_size),
+        **_heads(model_config),
+        head_dim=head_dim(model_config),
+        itemsize=2 if config.precision is Precision.bf16 else 4,
+    )
+    ranks = range(config.cp_size)
+    chosen = options(config.attention)
+    return max(
+        sum(kind.sent_bytes(shape, cp_size=config.cp_size, rank=rank, options=chosen).values()) for rank in ranks
+    )
+
+
+def refusals(config: TrainConfig, *, model_config: Any) -> Iterator[str]:
+    """Why the model's attention cannot be computed as the run wants it; all reasons."""
+    settings, cp_size = config.attention, config.cp_size
+    if cp_size == 1:
+        if settings.name not in ("auto", "local"):
+            yield f"attention={settings.name} spreads a row over ranks and cp_size=1: use cp_size=2 or more, or attention=auto."
+        return
+    if config.model.attn_implementation != "auto":
+        yield (
+            f"model.attn_implementation={config.model.attn_implementation} sees one rank's tokens only, and cp_size="
+            f"{cp_size}: use model.attn_implementation=auto; attention=... chooses how the ranks work together."
+        )
+    if config.seq_len < unit(cp_size):
+        yield (
+            f"seq_len={config.seq_len} is too short for cp_size={cp_size}, which cuts a row into {unit(cp_size)} chunks: use "
+            f"seq_len={unit(cp_size)} or more, or a smaller cp_size."
+        )
+    dropout = getattr(model_config, "attention_dropout", 0.0)
+    if dropout:
+        yield (
+            f"attention_dropout={dropout} of the model would be drawn anew on each rank: set it to 0 in its config.json, or "
+            f"use cp_size=1."
+        )
+    if settings.balance not in ("auto", *BALANCES):
+        yield f"attention.balance={settings.balance}: use auto or one of {', '.join(BALANCES)}."
+        return
+    kind = strategy_class(config, model_config=model_config)
+    yield from kind.refusals(cp_size=cp_size, **_heads(model_config), options=options(settings))
+    if settings.balance not in ("auto", *kind.balances):
+        yield (
+            f"attention.balance={settings.balance} with attention={kind.name}: use auto or {' or '.join(kind.balances)}."
+        )
+
+
+def build(config: TrainConfig, *, model_config: Any, group: dist.ProcessGroup, device: torch.device) -> ContextStrategy:
+    """Collective over the cp group."""
+    kind = strategy_class(config, model_config=model_config)
+    kernel = choose_kernel(model_config, device=device)
+    return kind(group, kernel=kernel, **_heads(model_config), options=options(config.attention))
+
+
+def choose_kernel(model_config: Any, *, device: torch.device) -> Kernel:
+    """The fused one of the device, or plain products for a soft-cap, which none of them has."""
+    if getattr(model_config, "attn_logit_softcapping", None) is not None:
+        return PlainKernel()
+    if device.type == "cpu":
+        return CpuKernel()
+    from fourfold.context.kernels.cuda import CudaKernel
+
+    return CudaKernel()
+
+
+def described(config: TrainConfig, *, model_config: Any) -> str:
+    """For the table at the start: the strategy and, if it was chosen here, why."""
+    kind = strategy_class(config, model_config=model_config)
+    if kind is Local:
+        return "local"
+    text = f"{kind.name} over {config.cp_size} ranks, balance {config.attention.balance}"
+    if config.attention._target_ is not None:
+        return text
+    _, sent = cheapest(config, model_config=model_config)
+    others = ", ".join(f"{name} {count / 1e6:.4g}" for name, count in sorted(sent.items(), key=lambda one: one[1]))
+    return f"{text}: it sends the least, MB a layer and rank: {others}"
+
+
+def options(settings: AttentionConfig) -> Options:
+    return {"ulysses_size": settings.ulysses_size, "outer": settings.outer}
+
+
+def head_dim(model_config: Any) -> int:
+    return int(getattr(model_config, "head_dim", None) or model_config.hidden_size // model_config.num_attention_heads)
+
+
+def _heads(model_config: Any) -> dict[str, int]:
+    return {"heads": model_config.num_attention_heads, "kv_heads": model_config.num_key_value_heads}
+
+
+def _named(settings: AttentionConfig) -> type[ContextStrategy]:
+    from hydra.utils import get_class
+
+    try:
+        kind = get_class(str(settings._target_))
+    except Exception as error:
+        raise ValueError(f"attention._target_={settings._target_} cannot be imported: {error}.") from None
+    if not issubclass(kind, ContextStrategy):
+        raise ValueError(
+            f"attention._target_={settings._target_} is no ContextStrategy (fourfold/context/strategy.py)."
+        )
+    return kind
