@@ -8,7 +8,10 @@ from fourfold.context.kernels.kernel import Spec
 from fourfold.context.kernels.plain import PlainKernel
 from fourfold.context.rectangles import Rectangle
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 RECTANGLES = [
     Rectangle(0, 96, 0, 96, "causal", 0),

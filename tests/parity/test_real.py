@@ -11,8 +11,7 @@ from tools.make_smollm2 import make
 
 pytestmark = pytest.mark.real
 LAYOUTS = {
-    "zero1": (2, ["tier=zero1"]),
-    "zero2": (2, ["tier=zero2"]),
+    "ring": (2, ["tier=zero1", "cp_size=2", "attention=ring"]),
     "zero3": (2, ["tier=zero3"]),
     "hsdp": (4, ["tier=hsdp", "cluster.gpus_per_node=2"]),
 }
