@@ -32,7 +32,6 @@ def test_the_base_is_accepted() -> None:
 # words that are refused, world, what the message must hold, words that mend it
 RULES: list[tuple[tuple[str, ...], int, tuple[str, ...], tuple[str, ...]]] = [
     (("tp_size=2",), 2, ("tp_size=2", "tensor parallelism is not in this release", "tp_size=1"), ("tp_size=1",)),
-    (("cp_size=2",), 2, ("cp_size=2", "context parallelism is not", "cp_size=1"), ("cp_size=1",)),
     (("pp_size=2",), 2, ("pp_size=2", "pipeline parallelism is not", "pp_size=1"), ("pp_size=1",)),
     (("precision=fp16",), 1, ("precision=fp16", "underflow", "bf16"), ("precision=bf16",)),
     (("global_batch_size=0",), 1, ("global_batch_size=0", "1 or more"), ("global_batch_size=1",)),
