@@ -1,5 +1,6 @@
 """What is counted before an update, once over the data axes: targets (the normaliser), tokens, attention pairs."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -7,6 +8,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fourfold.planner.flops import attention_pairs
+
+REASONS = {"bad_data": "by data that cannot be read", "asked_to_stop": "on request", "out_of_time": "before max_time"}
 
 
 @dataclass(frozen=True)
@@ -18,16 +21,14 @@ class Counts:
     padding: int
     pairs_full: int  # (query, key) pairs that causal attention within documents allows, in one layer
     pairs_windowed: int  # the same under the model's sliding window; 0 if it has none
-    asked_to_stop: bool  # some rank was
-    out_of_time: bool  # some rank is
+    stop: str  # why the run has to end here, on some rank; empty if it has not
 
 
 def count(
     micro_batches: list[dict[str, Tensor]],
     *,
     window: int | None,
-    asked_to_stop: bool,
-    out_of_time: bool,
+    reasons: Mapping[str, bool],
     group: dist.ProcessGroup,
     copies: int,
     device: torch.device,
@@ -41,16 +42,17 @@ def count(
             sum(batch["input_ids"].numel() for batch in micro_batches) - sum(lengths),
             attention_pairs(lengths),
             attention_pairs(lengths, window=window) if window else 0,
-            int(asked_to_stop),
-            int(out_of_time),
+            *(int(reasons.get(key, False)) for key in REASONS),
         ],
         device=device,
     )
     dist.all_reduce(mine, group=group)
-    *sums, stops, ends = mine.tolist()
-    assert all(one % copies == 0 for one in sums), (sums, copies)
+    *sums, bad_data, asked, out_of_time = mine.tolist()
+    found = zip(REASONS.values(), (bad_data, asked, out_of_time), strict=True)
+    stop = next((text for text, ranks in found if ranks), "")
+    assert stop or all(one % copies == 0 for one in sums), (sums, copies)  # a rank whose data are bad has none
     targets, tokens, padding, full, windowed = (one // copies for one in sums)
-    return Counts(targets, tokens, padding, full, windowed, asked_to_stop=stops > 0, out_of_time=ends > 0)
+    return Counts(targets, tokens, padding, full, windowed, stop)
 
 
 def document_lengths(document_ids: Tensor) -> list[int]:

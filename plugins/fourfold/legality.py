@@ -121,6 +121,7 @@ def ranges(config: TrainConfig) -> Iterator[str]:
         "optim.warmup_steps": 0,
         "optim.decay_steps": 0,
         "cluster.gpus_per_node": 1,
+        "cluster.ranks_per_row": 1,
     }
     yield from _at_least(config, least=least)
     for key in ("learning_rate", "weight_decay", "max_grad_norm", "adam_epsilon", "momentum"):

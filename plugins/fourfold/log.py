@@ -49,7 +49,9 @@ def _keep_up_to(path: Path, step: int) -> None:
                 kept.append(line)
         except ValueError:
             continue
-    path.write_text("".join(kept))
+    aside = path.with_name(f".{path.name}")
+    aside.write_text("".join(kept))
+    aside.replace(path)
 
 
 def _fitting(parts: list[str], width: int) -> str:
@@ -98,9 +100,14 @@ class Reporter:
             print(f"step {step}/{self._total}  {'  '.join(text)}", flush=True)
 
     def record(self, step: int, *, metrics: dict[str, Any]) -> None:
-        if self._metrics_path:
+        if self._metrics_path is None:
+            return
+        try:
             with self._metrics_path.open("a") as file:
                 file.write(json.dumps({"step": step, **metrics}) + "\n")
+        except OSError as error:
+            self.say(f"{self._metrics_path} cannot be written ({error.strerror}); metrics are shown only from here on")
+            self._metrics_path = None
 
     def say(self, text: str) -> None:
         """A line above the bar."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fourfold.checkpoint.save import Progress, Saver
 from fourfold.counts import Counts, count
-from fourfold.data.loader import Update
+from fourfold.data.loader import MicroBatch, Update
 from fourfold.device import peak_memory, seed_everything
 from fourfold.log import Reporter, gibibytes, short
 from fourfold.mesh import Mesh
@@ -37,7 +37,8 @@ class Outcome:
     seconds_to_first_step: float = 0.0
     data_wait: float = 0.0  # share of the time from the second update on that was spent waiting for rows
     stopped: str = ""  # why, if it did not come to its end
-    interrupted: bool = False  # by a signal, not by max_time
+    interrupted: bool = False  # by a signal
+    bad_data: ValueError | None = None  # what ended the rows before their time
 
 
 class TrainingLoop:
@@ -79,12 +80,16 @@ class TrainingLoop:
         stop = StopRequest()
         timed_tokens, timed_seconds, timed_waits, longest = 0, 0.0, 0.0, 0.0
         begin = time.perf_counter()
-        for update, wait in _with_waits(updates):
+        for update, wait in self._with_waits(updates, outcome):
             left = self._seconds_left(started, longest=longest, saver=saver) if longest else math.inf  # one at least
-            counts = self._count(update, asked_to_stop=stop.requested, out_of_time=left < 0)
-            if counts.asked_to_stop or counts.out_of_time:
-                outcome.interrupted = counts.asked_to_stop
-                outcome.stopped = "on request" if counts.asked_to_stop else f"before max_time={self._config.max_time:g}"
+            counts = self._count(
+                update.micro_batches,
+                asked_to_stop=stop.requested,
+                out_of_time=left < 0,
+                bad_data=outcome.bad_data is not None,
+            )
+            if counts.stop:
+                outcome.interrupted, outcome.stopped = counts.stop == "on request", counts.stop
                 break
             loss, norm, rate = self._update(update, counts=counts, step=progress.step + 1)
             now = time.perf_counter()
@@ -116,18 +121,32 @@ class TrainingLoop:
             outcome.tokens_per_second, outcome.data_wait = timed_tokens / timed_seconds, timed_waits / timed_seconds
         return outcome
 
+    @staticmethod
+    def _with_waits(updates: Iterable[Update], outcome: Outcome) -> Iterator[tuple[Update, float]]:
+        """Each update with the seconds that it was waited for. Data that cannot be read end the run like a request to stop,
+        so that nothing is lost: an update of nothing, and the reason in `outcome`."""
+        iterator = iter(updates)
+        while outcome.bad_data is None:
+            start = time.perf_counter()
+            try:
+                update = next(iterator, None)
+            except ValueError as error:
+                outcome.bad_data, update = error, Update([], rows=0, rows_after=0, epoch=0)
+            if update is None:
+                return
+            yield update, time.perf_counter() - start
+
     def _seconds_left(self, started: float, *, longest: float, saver: Saver) -> float:
         """Until the last moment at which one more update may begin: it and a save have to fit into max_time."""
         if self._config.max_time is None:
             return math.inf
         return self._config.max_time - (time.time() - started) - 2 * longest - saver.expected_seconds()
 
-    def _count(self, update: Update, *, asked_to_stop: bool, out_of_time: bool) -> Counts:
+    def _count(self, micro_batches: list[MicroBatch], **reasons: bool) -> Counts:
         return count(
-            update.micro_batches,
+            micro_batches,
             window=self._window,
-            asked_to_stop=asked_to_stop,
-            out_of_time=out_of_time,
+            reasons=reasons,
             group=self._mesh.loss_group,
             copies=self._mesh.layout.cp_size,
             device=self._device,
@@ -219,17 +238,6 @@ class TrainingLoop:
     @staticmethod
     def _due(every: int, progress: Progress) -> bool:
         return every > 0 and progress.step % every == 0
-
-
-def _with_waits(updates: Iterable[Update]) -> Iterator[tuple[Update, float]]:
-    """Each update with the seconds that it was waited for."""
-    iterator = iter(updates)
-    while True:
-        start = time.perf_counter()
-        update = next(iterator, None)
-        if update is None:
-            return
-        yield update, time.perf_counter() - start
 
 
 def evaluate_loss(batches: Iterable[dict[str, Tensor]], *, engine: ZeroEngine, mesh: Mesh) -> tuple[float, int]:

@@ -90,19 +90,29 @@ def _refuse_other_run(folder: Path, *, config: TrainConfig) -> None:
 
 
 def _refuse_own_input(folder: Path, *, config: TrainConfig) -> None:
-    sources = {"model.path": config.model.path, "data.path": config.data.path, "data.eval_path": config.data.eval_path}
-    for key, value in sources.items():
-        path = Path(value).expanduser().absolute() if value else None
-        if path and any(path.is_relative_to(folder / name) for name in OURS):
+    """Links and .. followed: a run may neither replace what it reads nor read what it writes."""
+    inputs = {"model.path": config.model.path, "data.path": config.data.path, "data.eval_path": config.data.eval_path}
+    inputs |= {f"data.sources[{i}].path": source.path for i, source in enumerate(config.data.sources or [])}
+    ours = [(folder / name).resolve() for name in OURS]
+    for key, value in inputs.items():
+        path = Path(value).expanduser() if value else None
+        if path is None or not path.exists():
+            continue
+        if any(path.resolve().is_relative_to(place) for place in ours):
             raise ValueError(
                 f"{key}={value} lies in output_dir={folder}, where this run would replace it: use another output_dir."
+            )
+        if key.startswith("data.") and path.is_dir() and folder.resolve().is_relative_to(path.resolve()):
+            raise ValueError(
+                f"output_dir={folder} lies in {key}={value}, so that what a run writes would be read as data: use another "
+                f"output_dir."
             )
 
 
 def _remove_run(folder: Path) -> None:
     for name in OURS:
         path = folder / name
-        if path.is_dir():
+        if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)

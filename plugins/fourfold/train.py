@@ -4,7 +4,7 @@ import math
 import os
 import warnings
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,16 +13,16 @@ import torch
 import torch.distributed as dist
 
 from fourfold import legality, summary
+from fourfold.beginning import go_on, refuse_other_data
 from fourfold.checkpoint.board import Board
 from fourfold.checkpoint.export import export
 from fourfold.checkpoint.files import write_json
 from fourfold.checkpoint.find import ToResume, checkpoint_to_resume, data_identity, settings_that_must_not_change
-from fourfold.checkpoint.resume import resume
+from fourfold.checkpoint.kept import tidy
 from fourfold.checkpoint.save import Progress, Saver
-from fourfold.checkpoint.sound import newest_sound, put_aside
 from fourfold.context import select
 from fourfold.context.attention import IMPLEMENTATION, register
-from fourfold.data.fingerprint import tokenizer_digest
+from fourfold.data.fingerprint import stream_state, tokenizer_digest
 from fourfold.data.loader import Loader, eval_batches, total_updates
 from fourfold.data.prefetch import prefetch
 from fourfold.data.prepared import Prepared, prepare
@@ -33,7 +33,7 @@ from fourfold.errors import INTERRUPTED_EXIT, rank, world_size
 from fourfold.launch import command_to_go_on, launched_at
 from fourfold.layout import Layout
 from fourfold.log import Reporter
-from fourfold.loop import NotFinite, Outcome, TrainingLoop, evaluate_loss
+from fourfold.loop import Outcome, TrainingLoop, evaluate_loss
 from fourfold.mesh import Mesh, build_mesh
 from fourfold.model.build import build_on_meta
 from fourfold.model.load import check, refuse_contradicting_ties, stored_shapes
@@ -82,11 +82,11 @@ def train(config: TrainConfig, *, plain: dict[str, Any]) -> int:
     output_dir = Path(config.output_dir).expanduser().absolute()
     with claimed(output_dir, config=config) if rank() == 0 else nullcontext():
         plan = prepare_run(config, layout=layout, device=device)
-        if rank() == 0:
-            begin(output_dir, config=config, plain=plain)
         start_process_group(device, cluster=config.cluster)
         mesh = build_mesh(layout, device_type=device.type)
         engine = parallelize(plan.model, plan.weights, config=config, mesh=mesh, device=device)
+        if mesh.is_main:
+            begin(output_dir, config=config, plain=plain)
         with Board(rank=mesh.rank, world_size=layout.world_size) as board:
             outcome, newest = run(plan, engine=engine, mesh=mesh, board=board, plain=plain)
             dist.barrier()
@@ -133,6 +133,8 @@ def prepare_run(config: TrainConfig, *, layout: Layout, device: torch.device) ->
         num_epochs=config.num_epochs,
         max_steps=config.max_steps,
     )
+    if rank() == 0:
+        tidy(Path(config.output_dir).expanduser().absolute() / CHECKPOINTS)
     identity = data_identity(
         config.data,
         digest=data.digest,
@@ -140,6 +142,7 @@ def prepare_run(config: TrainConfig, *, layout: Layout, device: torch.device) ->
         tokens=data.stats.tokens,
         vocabulary=len(tokenizer),
         tokenizer=tokenizer_digest(tokenizer),
+        state=stream_state(config.data) if config.data.streaming else None,
     )
     return Plan(
         config=config,
@@ -161,10 +164,11 @@ def run(plan: Plan, *, engine: ZeroEngine, mesh: Mesh, board: Board, plain: dict
     """Train from the start or a checkpoint to the end; returns the outcome and the newest checkpoint."""
     config = plan.config
     tracker = start_trackers(config.tracker, output_dir=plan.output_dir, device=plan.device, config=plain)
-    progress, resumed = _go_on(plan, engine=engine, mesh=mesh, board=board)
+    refuse_other_data(plan, board=board)
+    progress, resumed, remarks = go_on(plan, engine=engine, mesh=mesh, board=board)
     if mesh.is_main:
         write_json(plan.output_dir / "deepspeed.json", deepspeed_json(config, layout=plan.layout))
-        summary.print_start(plan, device_name=device_name(plan.device), step=progress.step, resumed=resumed)
+        summary.print_start(plan, device_name=device_name(plan.device), step=progress.step, resumed=remarks)
     reporter = Reporter(
         enabled=mesh.is_main, total_steps=plan.total_steps, first_step=progress.step, output_dir=plan.output_dir
     )
@@ -192,6 +196,7 @@ def run(plan: Plan, *, engine: ZeroEngine, mesh: Mesh, board: Board, plain: dict
         keep_every=config.keep_every,
         in_background=config.save_async,
         say=reporter.say,
+        resumed=resumed,
     )
 
     def evaluate(at: Progress) -> None:
@@ -212,24 +217,17 @@ def run(plan: Plan, *, engine: ZeroEngine, mesh: Mesh, board: Board, plain: dict
             outcome = loop.run(
                 prefetch(updates), progress=progress, saver=saver, evaluate=evaluate, started=launched_at()
             )
-        except NotFinite:
-            saver.settle()  # what is being written is from before
+        except Exception:
+            with suppress(Exception):  # a rank may be gone
+                saver.settle()  # what is being written is from before
             raise
         if not outcome.stopped:
             evaluate(outcome.progress)
         newest = saver.finish(outcome.progress)
     finish_trackers(tracker)
+    if outcome.bad_data:
+        raise outcome.bad_data
     return outcome, newest
-
-
-def _go_on(plan: Plan, *, engine: ZeroEngine, mesh: Mesh, board: Board) -> tuple[Progress, str]:
-    """Load the newest sound checkpoint if the run goes on from one; also what there is to say of it."""
-    if plan.resume is None:
-        return Progress(), ""
-    checkpoint, passed_over = newest_sound(plan.resume, board=board, mesh=mesh)
-    progress = resume(checkpoint, engine=engine)
-    remarks = put_aside(passed_over) if mesh.is_main else []
-    return progress, "; ".join([str(checkpoint), *remarks])
 
 
 def _loader(plan: Plan, *, mesh: Mesh) -> Loader:
@@ -260,6 +258,7 @@ def _about(plan: Plan) -> dict[str, Any]:
     """What a checkpoint remembers of its run, so that it can be exported by itself."""
     return {
         "name": plan.config.name,
+        "total_steps": plan.total_steps,
         "model": plan.config.model.path,
         "folder": str(plan.folder.absolute()),
         "config_changes": config_changes(plan.model.config, model=plan.config.model),

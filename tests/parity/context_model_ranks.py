@@ -185,8 +185,7 @@ def counted(rank: int, *, layout: Layout, rows: dict[str, Tensor]) -> Counts:
     return count(
         [mine],
         window=2,
-        asked_to_stop=False,
-        out_of_time=False,
+        reasons={},
         group=mesh.loss_group,
         copies=layout.cp_size,
         device=torch.device("cpu"),

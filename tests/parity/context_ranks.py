@@ -148,3 +148,15 @@ def counted(rank: int, *, cases: list[Case]) -> list[Any]:
             formula = exchanged_bytes(plan, shape=shape)
         found.append((strategy.sent(), formula))
     return found
+
+
+def errors_of_plugin(rank: int, *, folder: str, target: str, cases: list[Case]) -> list[float]:
+    """As `errors`, for the class `target` (module.Class) of a file in `folder`; cases name it by its own name."""
+    import sys
+
+    from hydra.utils import get_class
+
+    sys.path.insert(0, folder)
+    kind = get_class(target)
+    STRATEGIES[kind.name] = kind
+    return errors(rank, cases=cases)

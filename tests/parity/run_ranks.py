@@ -28,6 +28,11 @@ def refused_run(rank: int, *, overrides: list[str]) -> str:
     raise AssertionError("the run was not refused")
 
 
+def run_on_own_data(rank: int, *, overrides: list[str], paths: list[str]) -> str:
+    """As refused_run, each rank with a data.path of its own."""
+    return refused_run(rank, overrides=[*overrides, f"data.path={paths[rank]}"])
+
+
 def run_with_nan(rank: int, *, overrides: list[str], what: str, bad_rank: int, bad_call: int) -> str:
     """As refused_run, with a `loss` or only a `gradient` of nan on one rank in its `bad_call`-th micro-batch."""
     from fourfold.model import build

@@ -8,7 +8,15 @@ import torch
 
 from fourfold.checkpoint.pieces import Pieces
 from fourfold.errors import INTERRUPTED_EXIT
-from tests.parity.run_ranks import metrics, refused_run, run_from_now, run_stopped_by_signal, run_with_nan, whole_run
+from tests.parity.run_ranks import (
+    metrics,
+    refused_run,
+    run_from_now,
+    run_on_own_data,
+    run_stopped_by_signal,
+    run_with_nan,
+    whole_run,
+)
 from tests.pool import RankPool
 
 QUICK = ["task=quickstart", "debug=cpu", "optim.learning_rate=1e-3"]
@@ -226,6 +234,35 @@ def test_a_run_goes_on_bit_by_bit_from_any_update(ranks: RankPool, cache: str, t
         ranks.run(2, whole_run, overrides=[*overrides, f"output_dir={cut}", "resume=auto"])
         for key in ("train/loss", "train/grad_norm", "train/learning_rate", "train/targets"):
             assert metrics(cut, key) == metrics(whole, key), key
+
+
+def test_ranks_with_other_data_are_refused(ranks: RankPool, cache: str, tmp_path: Path) -> None:
+    """As servers whose disks differ; else they would train on a mixture, or wait for each other for ever."""
+    for number in range(2):
+        (tmp_path / f"{number}.jsonl").write_text(json.dumps({"text": f"{number} " * 60}) + "\n")
+    overrides = [*QUICK, cache, "seq_len=16", "data=jsonl", "data.eval_documents=0", f"output_dir={tmp_path / 'run'}"]
+    paths = [str(tmp_path / f"{number}.jsonl") for number in range(2)]
+    messages = ranks.run(2, run_on_own_data, overrides=overrides, paths=paths)
+    assert all(message.startswith("Rank 1 has other data than rank 0") for message in messages)
+
+
+def test_data_that_cannot_be_read_lose_no_update(ranks: RankPool, cache: str, tmp_path: Path) -> None:
+    """A stream with a bad line after what was trained on: the run ends with a checkpoint and the reason."""
+    lines = [json.dumps({"text": "word " * 8})] * 70
+    (tmp_path / "stream.jsonl").write_text("\n".join([*lines, "{bad", *lines]))
+    more = ["data=jsonl", f"data.path={tmp_path / 'stream.jsonl'}", "data.eval_documents=0", "data.streaming=true"]
+    more += [
+        "data.max_documents=null",
+        "data.packing=concat",
+        "seq_len=16",
+        "max_steps=500",
+        f"output_dir={tmp_path / 'run'}",
+    ]
+    messages = ranks.run(2, refused_run, overrides=[*QUICK, cache, *more])
+    assert all("stream.jsonl:71: not one JSON value a line" in message for message in messages)
+    done = max(metrics(tmp_path / "run", "train/loss"))
+    assert done > 3
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == [f"step-{done:08d}"]
 
 
 def test_the_run_ends_with_a_checkpoint_before_max_time(ranks: RankPool, cache: str, tmp_path: Path) -> None:

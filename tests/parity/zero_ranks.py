@@ -161,8 +161,7 @@ def train_by_loader(
         counts = count(
             update.micro_batches,
             window=None,
-            asked_to_stop=False,
-            out_of_time=False,
+            reasons={},
             group=mesh.loss_group,
             copies=layout.cp_size,
             device=torch.device("cpu"),

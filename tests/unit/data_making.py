@@ -1,5 +1,6 @@
 """Documents that name themselves, and what is made of them: shared by tests of prepared data."""
 
+import itertools
 import json
 from collections.abc import Iterable
 from pathlib import Path
@@ -45,10 +46,10 @@ def make(data: DataConfig, tmp_path: Path, *, seq_len: int = 8, seed: int = 0, s
     )
 
 
-def all_rows(rows: RowSet | MixtureRows | StreamRowSet) -> list[dict[str, list[int]]]:
+def all_rows(rows: RowSet | MixtureRows | StreamRowSet, *, first: int | None = None) -> list[dict[str, list[int]]]:
     found: Iterable[dict[str, np.ndarray]]
     found = rows if isinstance(rows, StreamRowSet) else map(rows.row, range(len(rows)))
-    return [{name: row[name].tolist() for name in COLUMNS} for row in found]
+    return [{name: row[name].tolist() for name in COLUMNS} for row in itertools.islice(found, first)]
 
 
 def spoken(rows: RowSet | MixtureRows | StreamRowSet | None) -> set[int]:

@@ -1,6 +1,7 @@
 """Safetensors files written as a stream, digests, and the folder of checkpoints."""
 
 import json
+import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +16,7 @@ from fourfold.checkpoint import board as board_module
 from fourfold.checkpoint import files
 from fourfold.checkpoint.board import Board, RankLost
 from fourfold.checkpoint.files import Entry, digest_of, write_safetensors
-from fourfold.checkpoint.kept import complete_checkpoints, leftovers, newest, put_in_place, rotate, set_aside
+from fourfold.checkpoint.kept import complete_checkpoints, leftovers, newest, put_in_place, rotate, set_aside, tidy
 from fourfold.checkpoint.pieces import FORMAT, KEPT
 
 
@@ -89,10 +90,39 @@ def test_rotation(tmp_path: Path, keep_last: int | None, left: list[int]) -> Non
     """20 and 30 say that they are kept for ever."""
     checkpoints(tmp_path, 10, 20, 30, 40, 50)
     (tmp_path / "step-00000060").mkdir()  # not complete: does not count, and is not ours to remove
-    rotate(tmp_path, keep_last=keep_last)
+    rotate(tmp_path, keep_last=keep_last, latest=tmp_path / "step-00000050")
     assert numbers(tmp_path) == left
     assert (tmp_path / "step-00000060").is_dir()
     assert not leftovers(tmp_path)
+
+
+def test_rotation_keeps_what_was_just_written_and_what_is_not_ours(tmp_path: Path) -> None:
+    checkpoints(tmp_path, 3, 10, 40, 50)
+    copy = tmp_path / "step-00000010-good"
+    copy.mkdir()
+    (copy / "checkpoint.json").write_text("{}")
+    rotate(tmp_path, keep_last=1, latest=tmp_path / "step-00000003")
+    assert numbers(tmp_path) == [3, 50]
+    assert copy.is_dir()
+    assert newest(tmp_path) == tmp_path / "step-00000050"
+
+
+def test_a_kill_between_two_renames_loses_nothing(tmp_path: Path) -> None:
+    checkpoints(tmp_path, 3, 4, 5)
+    (tmp_path / "step-00000003").rename(tmp_path / ".step-00000003.old")
+    (tmp_path / "step-00000004").rename(tmp_path / ".step-00000004.partial")
+    shutil.copytree(tmp_path / "step-00000005", tmp_path / ".step-00000005.old")
+    (tmp_path / ".step-00000006.partial").mkdir()
+    tidy(tmp_path)
+    assert numbers(tmp_path) == [3, 4, 5]
+    assert not leftovers(tmp_path)
+
+
+def test_a_rename_that_fails_puts_the_old_one_back(tmp_path: Path) -> None:
+    checkpoints(tmp_path, 3)
+    with pytest.raises(FileNotFoundError):
+        put_in_place(tmp_path / ".step-00000003.partial", tmp_path / "step-00000003")
+    assert numbers(tmp_path) == [3]
 
 
 def test_a_folder_takes_the_place_of_another(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Whether a run may go on from a checkpoint, decided from the index alone: what differs is named."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,7 @@ def test_the_same_rows_from_elsewhere_are_the_same_data(tmp_path: Path) -> None:
         ({"digest": "d2", "tokenizer": "t2"}, "another tokenizer"),
         ({"digest": None}, None),
         ({"digest": None, "tokenizer": "t2"}, "another tokenizer"),
+        ({"digest": None, "state": "s2"}, "changed files of the stream"),
     ],
 )
 def test_changed_data(tmp_path: Path, data: dict[str, Any], says: str | None) -> None:
@@ -134,6 +136,36 @@ def test_an_older_one_needs_a_folder_of_its_own(tmp_path: Path) -> None:
     newest = found(config(tmp_path / "new", resume=str(tmp_path)))
     assert newest is not None
     assert newest.candidates[0].name == "step-00000004"
+
+
+@pytest.mark.parametrize(
+    ("name", "step", "refused"), [("best", 2, True), ("step-00000009", 2, True), ("best", 6, False)]
+)
+def test_what_a_copy_is_called_does_not_matter(tmp_path: Path, name: str, step: int, refused: bool) -> None:
+    run = config(tmp_path)
+    checkpoint(tmp_path, run, step=4)
+    copy = checkpoint(tmp_path / "elsewhere", run, step=step).rename(tmp_path / name)
+    if refused:
+        with pytest.raises(ValueError, match=r"holds later checkpoints \(step-00000004\)"):
+            found(config(tmp_path, resume=str(copy)))
+    else:
+        assert found(config(tmp_path, resume=str(copy))) == ToResume([copy])
+
+
+def test_own_copies_are_no_checkpoints(tmp_path: Path) -> None:
+    run = config(tmp_path)
+    path = checkpoint(tmp_path, run, step=4)
+    shutil.copytree(path, path.with_name("step-00000008-backup"))
+    assert found(run) == ToResume([path])
+
+
+def test_a_newer_format_is_refused_and_not_called_damaged(tmp_path: Path) -> None:
+    run = config(tmp_path)
+    checkpoint(tmp_path, run, step=2)
+    path = checkpoint(tmp_path, run, step=4) / "checkpoint.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "format": FORMAT + 1}))
+    with pytest.raises(ValueError, match=rf"has format {FORMAT + 1}; this version reads {FORMAT}"):
+        found(run)
 
 
 def test_every_one_is_damaged(tmp_path: Path) -> None:

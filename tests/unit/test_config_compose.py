@@ -33,7 +33,17 @@ def update(request: pytest.FixtureRequest) -> bool:
 def test_the_globs_see_all_files() -> None:
     assert set(GROUPS) >= {"activation", "cluster", "data", "debug", "model", "optim", "tracker", "zero"}
     assert len(OPTIONS) >= 28
-    assert {"dp", "zero1", "zero2", "zero3", "zero3_checkpointed", "hsdp", "zero3_offload", "none"} <= set(TIERS)
+    assert {
+        "dp",
+        "zero1",
+        "zero2",
+        "zero3",
+        "zero3_checkpointed",
+        "hsdp",
+        "long_context",
+        "zero3_offload",
+        "none",
+    } <= set(TIERS)
     assert {"quickstart", "smollm2", "llama3_8b", "none"} <= set(TASKS)
     seen = {(RECIPES if group in ("tier", "task") else CONF) / group for group in (*GROUPS, "tier", "task")}
     strays = [path for root in (CONF, RECIPES) for path in root.rglob("*.y*ml") if not set(path.parents) & seen]
@@ -66,6 +76,8 @@ def test_every_tier_takes_every_task(tier: str, debug: str) -> None:
             assert config.zero.stage == plain.zero.stage
         if (tier, debug) == ("hsdp", "cpu_hsdp"):
             assert (layout.dp_shard_size, layout.dp_replicate_size) == (2, 2)
+        if tier == "long_context":
+            assert layout.cp_size == {"none": 8, "cpu": 2, "cpu_hsdp": 2}[debug]
 
 
 @pytest.mark.parametrize("tier", TIERS)

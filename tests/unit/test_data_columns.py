@@ -197,3 +197,18 @@ def test_a_null_in_a_table_is_named_by_its_row(tmp_path: Path) -> None:
     pandas.DataFrame({"text": ["a", None]}).to_parquet(tmp_path / "d.parquet")
     with pytest.raises(ValueError, match=r"d\.parquet, row 1: `text` is null"):
         list(documents(DataConfig(kind=SourceKind.parquet, path=str(tmp_path))))
+
+
+@pytest.mark.parametrize("text", ["text\nHello, world\nfoo, bar\n", "id,text\n1,Hello, world\n", "id,text\n1\n"])
+def test_a_csv_row_of_other_length_is_refused(tmp_path: Path, text: str) -> None:
+    """pandas would take the first of too many cells for an index, and drop it without a word."""
+    (tmp_path / "a.csv").write_text(text)
+    with pytest.raises(ValueError, match=r"a\.csv cannot be read as csv: line 2 has \d cells and the header \d"):
+        list(documents(DataConfig(kind=SourceKind.csv, path=str(tmp_path / "a.csv"))))
+
+
+def test_an_empty_table_in_a_folder_is_no_document(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("")
+    (tmp_path / "b.csv").write_text('text\n"a, b"\n')
+    found = list(documents(DataConfig(kind=SourceKind.csv, path=str(tmp_path))))
+    assert found == [{"text": "a, b"}]

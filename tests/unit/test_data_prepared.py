@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -209,6 +210,17 @@ def test_failure_and_leftovers_leave_no_half_written_rows(tmp_path: Path, monkey
             make(data, tmp_path)
     assert [path.suffix for path in root.iterdir()] == [".lock"]
     assert make(data, tmp_path).stats.documents == 9
+
+
+def test_a_cache_with_a_part_missing_is_not_taken_for_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fourfold.data.rows.PART_TOKENS", 16)
+    data = write_documents(tmp_path / "d.jsonl", 30)
+    make(data, tmp_path)
+    parts = sorted((tmp_path / "cache" / "data").glob("*/train/part-*"))
+    assert len(parts) > 2
+    shutil.rmtree(parts[1])
+    with pytest.raises(ValueError, match=r"has \d+ of \d+ rows: remove"):
+        make(data, tmp_path)
 
 
 def test_nothing_is_printed_unless_asked(

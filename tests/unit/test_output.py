@@ -117,6 +117,26 @@ def test_overwrite_loses_nothing_before_the_new_run_can_start(tmp_path: Path) ->
     assert (tmp_path / EXPORT / "config.json").is_file()
 
 
+@pytest.mark.parametrize("way", ["link", "dots", "source"])
+def test_a_run_does_not_replace_what_it_reads_by_another_way(tmp_path: Path, way: str) -> None:
+    finished_run(tmp_path / "run")
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    words = {
+        "link": f"model.path={tmp_path / 'link' / EXPORT}",
+        "dots": f"model.path={tmp_path / 'run' / CHECKPOINTS / '..' / EXPORT}",
+        "source": f"data.sources=[{{path: {tmp_path / 'run' / EXPORT}}}]",
+    }
+    with pytest.raises(ValueError, match="another output_dir"):
+        claim(tmp_path / "run", "overwrite=true", words[way]).__enter__()
+    assert (tmp_path / "run" / EXPORT / "config.json").is_file()
+
+
+def test_a_run_does_not_read_what_it_writes(tmp_path: Path) -> None:
+    (tmp_path / "docs").mkdir()
+    with pytest.raises(ValueError, match=r"output_dir=.* lies in data\.path=.*read as data"):
+        claim(tmp_path / "docs" / "run", f"data.path={tmp_path / 'docs'}").__enter__()
+
+
 @pytest.mark.parametrize("words", [(), ("overwrite=true",), ("resume=auto",)])
 def test_a_run_does_not_replace_what_it_reads(tmp_path: Path, words: tuple[str, ...]) -> None:
     """To train on from an export, the output goes elsewhere."""

@@ -67,6 +67,8 @@ class Board:
         return self._store.get(f"alive/{rank}") if self._store.check([f"alive/{rank}"]) else b""
 
     def gather(self, key: str, value: Any) -> list[Any]:
-        """`value` of every rank, in rank order, on every rank."""
+        """`value` of every rank, in rank order, on every rank. The first rank collects them, so that each reads one."""
         self.post(f"{key}/{self._rank}", value)
-        return [self.read(f"{key}/{rank}", of=rank) for rank in range(self._world_size)]
+        if self._rank == 0:
+            self.post(key, [self.read(f"{key}/{rank}", of=rank) for rank in range(self._world_size)])
+        return list(self.read(key, of=0))

@@ -17,7 +17,18 @@ from fourfold.checkpoint.universal import export_universal
 from fourfold.output import CHECKPOINTS
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.gguf", "*.pth")
+WEIGHT_FILES = (
+    "*.safetensors",
+    "*.safetensors.index.json",
+    "*.bin",
+    "*.bin.index.json",
+    "*.gguf",
+    "*.pth",
+    "*.pt",
+    "*.h5",
+    "*.msgpack",
+    "*.onnx",
+)
 SHARD_BYTES = 5 * 10**9
 
 
@@ -45,6 +56,8 @@ def export(
             (aside / "README.md").write_text(_model_card(pieces.index, source=source))
             for path in aside.iterdir():
                 sync(path)
+            if target.is_symlink():
+                target.unlink()
             shutil.rmtree(target, ignore_errors=True)
             aside.rename(target)
     finally:

@@ -81,9 +81,12 @@ def digest_of(path: Path) -> Written:
 def write_json(path: Path, content: dict[str, Any], *, indent: int | None = 1) -> None:
     """Atomically: a reader sees the old file or the new one."""
     aside = path.with_name(f".{path.name}.{os.getpid()}")
-    aside.write_text(json.dumps(content, indent=indent) + "\n")
-    sync(aside)
-    aside.replace(path)
+    try:
+        aside.write_text(json.dumps(content, indent=indent) + "\n")
+        sync(aside)
+        aside.replace(path)
+    finally:
+        aside.unlink(missing_ok=True)
 
 
 def sync(path: Path) -> None:

@@ -5,8 +5,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fourfold.checkpoint.kept import complete_checkpoints, newest
-from fourfold.checkpoint.pieces import read_index, read_table
+from fourfold.checkpoint.kept import checkpoints, complete_checkpoints, newest, step_of
+from fourfold.checkpoint.pieces import NewerFormat, read_index, read_table
 from fourfold.output import CHECKPOINTS
 from fourfold.schema import DataConfig, TrainConfig
 
@@ -57,10 +57,17 @@ def settings_that_must_not_change(config: TrainConfig) -> dict[str, Any]:
 
 
 def data_identity(
-    data: DataConfig, *, digest: str | None, rows: int, tokens: int, vocabulary: int, tokenizer: str
+    data: DataConfig,
+    *,
+    digest: str | None,
+    rows: int,
+    tokens: int,
+    vocabulary: int,
+    tokenizer: str,
+    state: str | None = None,
 ) -> dict[str, Any]:
     """What tells the rows of one run from those of another: the digest of their content, wherever the files lie, or for
-    a stream (`digest=None`) its settings and the digest of the tokenizer."""
+    a stream (`digest=None`) its settings, the `state` of its files, and the digest of the tokenizer."""
     settings = {f"data.{key}": value for key, value in asdict(data).items() if key != "num_proc"}
     return {
         "digest": digest,
@@ -68,6 +75,7 @@ def data_identity(
         "tokens": tokens,
         "vocabulary": vocabulary,
         "tokenizer": tokenizer,
+        "state": state,
         "settings": settings,
     }
 
@@ -75,10 +83,12 @@ def data_identity(
 def _newest_readable(folder: Path) -> ToResume | None:
     candidates: list[Path] = []
     passed_over: list[tuple[Path, str]] = []
-    for path in reversed(sorted(folder.glob("step-*"))):
+    for path in reversed(checkpoints(folder)):
         try:
             read_index(path)
             read_table(path)
+        except NewerFormat:
+            raise
         except ValueError as error:
             passed_over.append((path, str(error)))
         else:
@@ -140,6 +150,8 @@ def _data_differing(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[
     known = ours["digest"] is not None
     moved = MAY_MOVE if known else ()  # rows that are the same may lie elsewhere
     found += [one for one in _differing(theirs["settings"], ours["settings"]) if not one.startswith(moved)]
+    if not found and theirs.get("state") != ours["state"]:
+        found.append("changed files of the stream")
     if not found and known:
         found.append(
             f"changed data ({ours['rows']} rows of {ours['tokens']} tokens in all, there {theirs['rows']} of "
@@ -158,15 +170,17 @@ def _refuse_the_end(checkpoint: Path, *, step: int, total_steps: int) -> None:
     if step >= total_steps:
         raise ValueError(
             f"{checkpoint} is at update {step} and the run ends at {total_steps}: nothing is left to do. "
-            f"Raise max_steps or num_epochs."
+            f"Raise max_steps or num_epochs; its Hugging Face folder is made by fourfold export."
         )
 
 
 def _refuse_older(checkpoint: Path, *, ours: Path, config: TrainConfig) -> None:
-    later = [path.name for path in complete_checkpoints(ours) if path.name > checkpoint.name]
+    step = read_index(checkpoint)["progress"]["step"]
+    is_ours = checkpoint.absolute().parent == ours
+    later = [path.name for path in complete_checkpoints(ours) if step_of(path) >= step + is_ours]
     if later:
         raise ValueError(
-            f"resume={config.resume} is at update {read_index(checkpoint)['progress']['step']}, and output_dir="
+            f"resume={config.resume} is at update {step}, and output_dir="
             f"{config.output_dir} holds later checkpoints ({later[-1]}) of the run that went on from there: use another "
             f"output_dir, or move them away."
         )

@@ -1,5 +1,6 @@
 """The checkpoints of a run's folder: which are complete, which are kept, what interrupted saves left."""
 
+import re
 import shutil
 from pathlib import Path
 
@@ -7,12 +8,22 @@ from fourfold.checkpoint.files import sync
 from fourfold.checkpoint.pieces import INDEX, KEPT, read_index
 
 STEP = "step-{:08d}"
+NAME = re.compile(r"step-\d{8,}")
 BROKEN = "broken-"
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """Checkpoints by their names, complete or not, oldest first. Other folders are the user's own."""
+    return sorted((path for path in folder.glob("step-*") if NAME.fullmatch(path.name)), key=step_of)
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:
     """Complete checkpoints, oldest first."""
-    return sorted(path for path in folder.glob("step-*") if (path / INDEX).is_file())
+    return [path for path in checkpoints(folder) if (path / INDEX).is_file()]
+
+
+def step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("step-"))
 
 
 def newest(folder: Path) -> Path | None:
@@ -25,13 +36,23 @@ def leftovers(folder: Path) -> list[Path]:
     return sorted([*folder.glob(".step-*.partial"), *folder.glob(".step-*.old")])
 
 
-def rotate(folder: Path, *, keep_last: int | None) -> None:
-    """Remove all but the newest `keep_last` complete checkpoints (None: all) and those that say they are kept for ever,
-    whatever a later run's settings are; the newest always stays."""
+def tidy(folder: Path) -> None:
+    """Remove leftovers; a complete one whose checkpoint is not there was about to be put in place, and is."""
+    for left in leftovers(folder):
+        target = folder / left.name.removeprefix(".").removesuffix(left.suffix)
+        if (left / INDEX).is_file() and not target.exists():
+            left.rename(target)
+        else:
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def rotate(folder: Path, *, keep_last: int | None, latest: Path) -> None:
+    """Remove all but the newest `keep_last` complete checkpoints (None: all), the `latest` that was written, and those that
+    say they are kept for ever, whatever a later run's settings are."""
     if keep_last is None:
         return
     for path in complete_checkpoints(folder)[: -max(keep_last, 1)]:
-        if not is_kept(path):
+        if path != latest and not is_kept(path):
             remove(path)
 
 
@@ -51,7 +72,12 @@ def remove(checkpoint: Path) -> None:
 def put_in_place(aside: Path, target: Path) -> None:
     """Rename a folder that is whole and synced to its name; one of an earlier try at the same step makes way."""
     hidden = _hide(target) if target.exists() else None
-    aside.rename(target)
+    try:
+        aside.rename(target)
+    except OSError:
+        if hidden:
+            hidden.rename(target)
+        raise
     sync(target.parent)
     if hidden:
         shutil.rmtree(hidden, ignore_errors=True)

@@ -31,6 +31,10 @@ KEPT = "kept_for_ever"
 DTYPES = {name: dtype for dtype, name in NAMES.items()}
 
 
+class NewerFormat(ValueError):
+    """A checkpoint that a later version wrote: sound, but not for this one."""
+
+
 def rank_file(rank: int) -> str:
     return f"rank-{rank:05d}.safetensors"
 
@@ -126,12 +130,19 @@ def read_index(folder: Path) -> dict[str, Any]:
     if missing and index.get("format", FORMAT) == FORMAT:
         raise ValueError(f"{folder.absolute() / INDEX} is damaged: it lacks {', '.join(missing)}.")
     if index["format"] != FORMAT:
-        raise ValueError(f"{folder.absolute() / INDEX} has format {index['format']}; this version reads {FORMAT}.")
+        raise (NewerFormat if index["format"] > FORMAT else ValueError)(
+            f"{folder.absolute() / INDEX} has format {index['format']}; this version reads {FORMAT}."
+        )
     return index
 
 
 def read_table(folder: Path) -> dict[str, Any]:
-    return _read_json(folder / PIECES)
+    """{name: {shape, pieces}}. Raises ValueError if it is not what was written."""
+    table = _read_json(folder / PIECES)
+    written = read_index(folder)["files"].get(PIECES)
+    if written and digest_of(folder / PIECES).xxh3 != written["xxh3"]:
+        raise ValueError(f"{folder.absolute() / PIECES} is damaged: it is not what was written (its digest differs).")
+    return table
 
 
 def _read_json(path: Path) -> dict[str, Any]:

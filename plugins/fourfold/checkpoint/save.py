@@ -18,7 +18,7 @@ from typing import Any
 
 from fourfold.checkpoint.board import Board
 from fourfold.checkpoint.files import NAMES, digest_of, sync, write_json, write_safetensors
-from fourfold.checkpoint.kept import STEP, leftovers, newest, put_in_place, rotate
+from fourfold.checkpoint.kept import STEP, newest, put_in_place, rotate, step_of, tidy
 from fourfold.checkpoint.pieces import CONFIG, FORMAT, INDEX, KEPT, PIECES, rank_file
 from fourfold.checkpoint.snapshot import HostCopies, Snapshot, look
 from fourfold.mesh import Mesh
@@ -64,18 +64,20 @@ class Saver:
         keep_every: int | None,
         in_background: bool,
         say: Callable[[str], None],
+        resumed: Path | None = None,
     ) -> None:
-        """`about` is what the index remembers of the run, `config` its settings. `say` tells the user of a failed save."""
+        """`about` is what the index remembers of the run, `config` its settings. `say` tells the user of each
+        save. `resumed` is the checkpoint that the run goes on from: one of `folder` need not be written again."""
         self._folder, self._engine, self._mesh, self._board = folder, engine, mesh, board
         self._about, self._config, self._say = about, config, say
         self._keep_last, self._keep_every = keep_last, keep_every
         self._host = HostCopies() if in_background else None
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
-        self._count, self._saved_step, self._seconds = 0, -1, 0.0
+        self._count, self._seconds = 0, 0.0
+        self._saved_step = step_of(resumed) if resumed and resumed.parent == folder else -1
         if mesh.is_main:
-            for left in leftovers(folder):
-                shutil.rmtree(left, ignore_errors=True)
+            tidy(folder)
             board.post("folder is clean", True)
         board.read("folder is clean", of=0)
 
@@ -174,7 +176,7 @@ class Saver:
             if not failures:
                 self._write_index(save, reports)
                 put_in_place(save.aside, save.target)
-                rotate(self._folder, keep_last=self._keep_last)
+                rotate(self._folder, keep_last=self._keep_last, latest=save.target)
         except OSError as error:
             failures.append(f"{error.strerror or error} ({error.filename})")
         if failures:

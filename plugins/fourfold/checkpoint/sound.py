@@ -9,16 +9,25 @@ from fourfold.checkpoint.pieces import fault
 from fourfold.mesh import Mesh
 
 
-def newest_sound(wanted: ToResume, *, board: Board, mesh: Mesh) -> tuple[Path, list[tuple[Path, str]]]:
-    """(the checkpoint, those passed over and why), the same on every rank. Raises ValueError if there is none."""
-    passed_over = list(wanted.passed_over)
-    for number, checkpoint in enumerate(wanted.candidates):
+def newest_sound(wanted: ToResume | None, *, board: Board, mesh: Mesh) -> tuple[Path | None, list[tuple[Path, str]]]:
+    """(the checkpoint or None, those passed over and why), the same on every rank: among those that the first rank found.
+
+    Raises ValueError if none of them is sound.
+    """
+    if mesh.is_main:
+        found = wanted or ToResume([])
+        board.post("candidates", [[str(one) for one in found.candidates], [[str(p), w] for p, w in found.passed_over]])
+    candidates, damaged = board.read("candidates", of=0)
+    if not candidates:
+        return None, []
+    passed_over = [(Path(path), why) for path, why in damaged]
+    for number, checkpoint in enumerate(map(Path, candidates)):
         mine = fault(checkpoint, share=mesh.rank, shares=mesh.layout.world_size)
         faults = [found for found in board.gather(f"sound/{number}", mine) if found]
         if not faults:
             return checkpoint, passed_over
         passed_over.append((checkpoint, faults[0]))
-    raise none_is_sound(wanted.candidates[0].parent, passed_over)
+    raise none_is_sound(Path(candidates[0]).parent, passed_over)
 
 
 def put_aside(passed_over: list[tuple[Path, str]]) -> list[str]:

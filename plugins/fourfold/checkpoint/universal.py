@@ -46,6 +46,8 @@ def export_universal(checkpoint: Path, *, target: Path) -> Path:
             for path in aside.rglob("*"):
                 sync(path)
             aside.rename(target)
+    except RuntimeError as error:  # what torch.save makes of a full disk
+        raise ValueError(f"{target.absolute()} could not be written: {error}.") from None
     finally:
         shutil.rmtree(aside, ignore_errors=True)
     return target

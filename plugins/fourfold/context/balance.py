@@ -10,6 +10,7 @@ causal attention of S tokens over P ranks costs the slowest rank, over the mean:
                    work; what is left over makes up the numbers
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 
 from fourfold.context.rectangles import Interval, Stretches
@@ -23,11 +24,9 @@ def contiguous(length: int, ranks: int, documents: Stretches) -> Ownership:
 
 
 def zigzag(length: int, ranks: int, documents: Stretches) -> Ownership:
-    size, last = length // (2 * ranks), 2 * ranks - 1
-    return tuple(
-        _joined([(rank * size, (rank + 1) * size), ((last - rank) * size, (last + 1 - rank) * size)])
-        for rank in range(ranks)
-    )
+    edges = [chunk * (length // (2 * ranks)) for chunk in range(2 * ranks)] + [length]  # one rank has odd rows too
+    chunks = list(itertools.pairwise(edges))
+    return tuple(_joined([chunks[rank], chunks[-1 - rank]]) for rank in range(ranks))
 
 
 def per_document(length: int, ranks: int, documents: Stretches) -> Ownership:

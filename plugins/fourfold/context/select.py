@@ -86,9 +86,12 @@ def most_bytes(kind: type[ContextStrategy], config: TrainConfig, *, model_config
 def refusals(config: TrainConfig, *, model_config: Any) -> Iterator[str]:
     """Why the model's attention cannot be computed as the run wants it; all reasons."""
     settings, cp_size = config.attention, config.cp_size
+    if settings.balance not in ("auto", *BALANCES):
+        yield f"attention.balance={settings.balance}: use auto or one of {', '.join(BALANCES)}."
     if cp_size == 1:
-        if settings.name not in ("auto", "local"):
-            yield f"attention={settings.name} spreads a row over ranks and cp_size=1: use cp_size=2 or more, or attention=auto."
+        if settings.name != "local" and (settings.name != "auto" or settings._target_ is not None):
+            given = settings.name if settings.name != "auto" else settings._target_
+            yield f"attention={given} spreads a row over ranks and cp_size=1: use cp_size=2 or more, or attention=auto."
         return
     if config.model.attn_implementation != "auto":
         yield (
@@ -106,12 +109,13 @@ def refusals(config: TrainConfig, *, model_config: Any) -> Iterator[str]:
             f"attention_dropout={dropout} of the model would be drawn anew on each rank: set it to 0 in its config.json, or "
             f"use cp_size=1."
         )
-    if settings.balance not in ("auto", *BALANCES):
-        yield f"attention.balance={settings.balance}: use auto or one of {', '.join(BALANCES)}."
+    try:
+        kind = strategy_class(config, model_config=model_config)
+    except ValueError as error:
+        yield str(error)
         return
-    kind = strategy_class(config, model_config=model_config)
     yield from kind.refusals(cp_size=cp_size, **_heads(model_config), options=options(settings))
-    if settings.balance not in ("auto", *kind.balances):
+    if settings.balance in BALANCES and settings.balance not in kind.balances:
         yield (
             f"attention.balance={settings.balance} with attention={kind.name}: use auto or {' or '.join(kind.balances)}."
         )

@@ -8,6 +8,7 @@ No process group takes part, so that no collective can time out meanwhile.
 import os
 import shutil
 from collections.abc import Callable
+from errno import EDQUOT, ENOSPC, EROFS
 from pathlib import Path
 
 from filelock import FileLock
@@ -35,6 +36,10 @@ def cached(root: Path, *, key: str, make: Callable[[Path], None]) -> Path:
         if not folder.is_dir():
             _make(folder, make=make)
             refused.unlink(missing_ok=True)
+    except OSError as error:
+        if error.errno not in (ENOSPC, EROFS, EDQUOT):
+            raise
+        raise ValueError(f"cache_dir={root.parent} cannot be written: {error}") from error
     except ValueError as error:
         refused.write_text(str(error))
         raise

@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any
 from ..schema import DataConfig, SourceKind
 from .files import source_files
 from .huggingface import hub_fingerprint, local_files
+from .mixture import source_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
 FORMAT = 2  # of the rows and their counts: raise it whenever this folder would write other ones
+BEGINNING = 1 << 16  # bytes
 NOT_IN_ROWS = ("path", "sources", "eval_path", "num_proc")  # the paths are in the sources' states, made absolute
 
 
@@ -34,6 +36,29 @@ def cache_key(data: DataConfig, *, tokenizer: "Tokenizer", seq_len: int, seed: i
             "source": _state(data),
         }
     )
+
+
+def stream_state(data: DataConfig) -> str:
+    """Changes with the files of a stream: their names below the source, sizes and beginnings, wherever they lie."""
+    configs = [data] if data.sources is None else [source_config(data, source) for source in data.sources]
+    return _sha256([_beginnings(config) for config in configs])
+
+
+def _beginnings(data: DataConfig) -> Any:
+    path = data.path
+    assert path is not None
+    if SourceKind(data.kind) is SourceKind.datasets:
+        files = local_files(path)
+        if files is None:
+            return [path, hub_fingerprint(data, path=path)]
+    else:
+        files = source_files(data, path=path)
+    return [(file.name, file.stat().st_size, _beginning(file)) for file in files]
+
+
+def _beginning(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.sha256(stream.read(BEGINNING)).hexdigest()
 
 
 def tokenizer_digest(tokenizer: "Tokenizer") -> str:

@@ -38,16 +38,19 @@ def _map(texts: list[str], *, tokenizer: "Tokenizer", num_proc: int) -> Iterator
     from datasets import Dataset
 
     with quiet(show_progress=False):
-        encoded = Dataset.from_dict({"document": texts}).map(
-            _encode_batch,
-            batched=True,
-            batch_size=BATCH,
-            num_proc=num_proc,
-            remove_columns=["document"],
-            fn_kwargs={"tokenizer": tokenizer},
-            keep_in_memory=True,
-            new_fingerprint="chunk",  # not cached, so that the tokenizer need not be hashed for each chunk
-        )
+        try:
+            encoded = Dataset.from_dict({"document": texts}).map(
+                _encode_batch,
+                batched=True,
+                batch_size=BATCH,
+                num_proc=num_proc,
+                remove_columns=["document"],
+                fn_kwargs={"tokenizer": tokenizer},
+                keep_in_memory=True,
+                new_fingerprint="chunk",  # not cached, so that the tokenizer need not be hashed for each chunk
+            )
+        except ValueError as error:  # raised by a worker, told by the library
+            raise ValueError(str(error)) from error
     for row in encoded:
         yield Encoded(row["input_ids"], row["is_target"])
 

@@ -41,4 +41,4 @@ def prefetch(items: Iterable[Item], *, depth: int = 2) -> Iterator[Item]:
     finally:
         closed.set()
         room.release()
-        thread.join()
+        thread.join(timeout=1.0)  # a source that hangs does not hold up the end

@@ -31,8 +31,8 @@ class Mark:
 class StreamRowSet:
     """Every reader gets the same rows in the same order.
 
-    With several sources the one comes next that has given the fewest tokens for its weight, and a pass ends when that
-    one has no more. `stats` counts those of the newest pass. ValueError in a pass that ends without any row.
+    With several sources the one comes next that has given the fewest tokens for its weight, from its beginning again
+    when it has no more, so that there is one pass without end. `stats` counts those of the newest pass. ValueError in a pass that ends without any row.
     """
 
     def __init__(self, sources: Sequence[Open], *, settings: PackSettings, weights: Sequence[float] = (1.0,)) -> None:
@@ -75,8 +75,12 @@ class _Turns:
         while True:
             turn = min(range(len(streams)), key=lambda one: (self._served[one] / self._weights[one], one))
             encoded = next(streams[turn], None)
-            if encoded is None:
+            if encoded is None and len(streams) == 1:
                 return
+            if encoded is None:  # once more from its beginning, while the others go on
+                streams[turn] = self._sources[turn](0)
+                self._documents = _added(self._documents, turn, -self._documents[turn])
+                continue
             self._documents = _added(self._documents, turn, 1)
             self._served = _added(self._served, turn, len(encoded.input_ids))
             self._states.append((self._documents, self._served))

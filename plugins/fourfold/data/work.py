@@ -68,10 +68,14 @@ class Work:
         key = cache_key(self.data, tokenizer=self.tokenizer, seq_len=self.seq_len, seed=self.seed)
         folder = cached(root, key=key, make=self._make)
         summary = json.loads((folder / SUMMARY).read_text())
-        return {
+        found = {
             part: PreparedRows(RowSet(folder / part), PackStats(**about["stats"]), about["digest"])
             for part, about in summary.items()
         }
+        for part, one in found.items():
+            if len(one.rows) != one.stats.rows:
+                raise ValueError(f"{folder / part} has {len(one.rows)} of {one.stats.rows} rows: remove {folder}")
+        return found
 
     def stream(self, skipped: int) -> Iterator[Encoded]:
         """Tokens of a stream from a document on, one pass; what is held out for evaluation are its first documents."""
