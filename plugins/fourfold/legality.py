@@ -54,9 +54,12 @@ def check_model(config: TrainConfig, *, model_config: Any, attn_implementation: 
     """Rules that need the model's config."""
     from fourfold.activation import checkpointing
     from fourfold.context import select
+    from fourfold.context.attention import IMPLEMENTATION
 
     problems = list(context(config, longest=model_config.max_position_embeddings))
     problems += select.refusals(config, model_config=model_config)
+    if attn_implementation == IMPLEMENTATION:
+        problems += select.selective_refusals(config, model_config=model_config)
     problems += checkpointing.refusals(
         config.activation,
         num_layers=model_config.num_hidden_layers,

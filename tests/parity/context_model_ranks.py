@@ -8,7 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from fourfold.activation import checkpointing
 from fourfold.context.attention import IMPLEMENTATION, Context, register
 from fourfold.context.select import splitter
 from fourfold.context.sharding import positions
@@ -19,7 +21,7 @@ from fourfold.model.build import CausalLMLoss, build_on_meta
 from fourfold.model.load import load
 from fourfold.model.source import read_config
 from fourfold.model.weights import Weights
-from fourfold.schema import AttentionConfig, ModelConfig, TrainConfig
+from fourfold.schema import ActivationConfig, AttentionConfig, Checkpointing, ModelConfig, TrainConfig
 from tests.parity.zero_ranks import build, build_engine, gather, micro_batches, split_rows
 from tests.reference import batches
 
@@ -200,3 +202,29 @@ def disagreeing(
     except RuntimeError as error:
         return str(error)
     return "was not noticed"
+
+
+class _AttentionCounter(TorchDispatchMode):
+    """How often the fused attention op really runs forward; what selective checkpointing kept does not come here."""
+
+    runs = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.runs += func is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+        return func(*args, **(kwargs or {}))
+
+
+def attention_runs(
+    rank: int, *, folder: Path, attentions: list[AttentionConfig], batch: dict[str, Tensor]
+) -> list[dict[Checkpointing, int]]:
+    """Runs of the kernel in forward and backward, by way of attention and by what is checkpointed."""
+    found: list[dict[Checkpointing, int]] = []
+    for one in attentions:
+        found.append({})
+        for mode in Checkpointing:
+            model = Watched(folder, attention=one)
+            checkpointing.apply(model.hf, ActivationConfig(checkpointing=mode))
+            with _AttentionCounter() as counter:
+                model.loss(batch).backward()
+            found[-1][mode] = counter.runs
+    return found

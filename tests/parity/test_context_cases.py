@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from fourfold.context import select
+from fourfold.context.attention import IMPLEMENTATION
 from fourfold.layout import Layout
-from fourfold.schema import AttentionConfig, OptimConfig, TrainConfig
-from tests.families import save_family
+from fourfold.legality import check_model
+from fourfold.schema import AttentionConfig, Checkpointing, OptimConfig, TrainConfig
+from tests.families import family_model, save_family
 from tests.parity.context_model_ranks import (
     SPREAD,
     attention,
@@ -144,6 +146,16 @@ def test_c06_head_counts_are_exact_or_refused(ranks: RankPool, heads: int, kv_he
             cases.append(Case(name, documents, 48, heads=heads, kv_heads=kv_heads))
     for found in ranks.run(degree, errors, cases=cases):
         assert max(found) < 1e-12, found
+
+
+def test_selective_checkpointing_of_a_soft_cap_is_refused() -> None:
+    """Plain products have no output to keep: it would be `full` under another name."""
+    model_config = family_model("gemma2").config
+    config = TrainConfig(name="capped", cp_size=2, seq_len=32)
+    check_model(config, model_config=model_config, attn_implementation=IMPLEMENTATION)
+    config.activation.checkpointing = Checkpointing.selective
+    with pytest.raises(ValueError, match=r"attn_logit_softcapping=50.0 of gemma2.*use activation.checkpointing=full"):
+        check_model(config, model_config=model_config, attn_implementation=IMPLEMENTATION)
 
 
 @pytest.mark.parametrize("way", ["ulysses", "hybrid"])

@@ -10,7 +10,7 @@ from torch import Tensor
 from fourfold.layout import Layout
 from fourfold.schema import ActivationConfig, Checkpointing, OptimConfig, TrainConfig
 from tests.families import STRETCHED, family_model, save_family
-from tests.parity.context_model_ranks import SPREAD, attention, gradients, packed
+from tests.parity.context_model_ranks import SPREAD, attention, attention_runs, gradients, packed
 from tests.parity.strategies import settings
 from tests.parity.zero_ranks import train
 from tests.pool import RankPool
@@ -151,3 +151,18 @@ def test_activation_checkpointing_is_bit_equal_to_none(ranks: RankPool, tmp_path
         for got, want in zip(result["gradients"], truth["gradients"], strict=True):
             assert all(torch.equal(got[name], want[name]) for name in want), mode
         assert all(torch.equal(result["weights"][name], truth["weights"][name]) for name in truth["weights"]), mode
+
+
+def test_selective_checkpointing_keeps_attention(ranks: RankPool, tmp_path: Path) -> None:
+    """The others run it a second time in the backward pass."""
+    folder, ways = save_family("gemma3_text", tmp_path), [attention(way) for way in ("ring", "ulysses", "needed_only")]
+    for found in ranks.run(2, attention_runs, folder=folder, attentions=ways, batch=packed(0, rows=2)):
+        for runs in found:
+            once = runs[Checkpointing.none]
+            assert once >= 3, "one for each layer at least"
+            assert runs == {
+                Checkpointing.none: once,
+                Checkpointing.full: 2 * once,
+                Checkpointing.every_n: 2 * once,
+                Checkpointing.selective: once,
+            }

@@ -19,7 +19,7 @@ from fourfold.context.ring import Ring
 from fourfold.context.split import Splitter
 from fourfold.context.strategy import AttentionShape, ContextStrategy, Options, unit
 from fourfold.context.ulysses import Ulysses
-from fourfold.schema import AttentionConfig, Precision, TrainConfig
+from fourfold.schema import AttentionConfig, Checkpointing, Precision, TrainConfig
 
 # by preference where they send about as much
 BY_BYTES: tuple[type[ContextStrategy], ...] = (Ulysses, NeededOnly, Hybrid, Ring, AllGather)
@@ -118,6 +118,16 @@ def refusals(config: TrainConfig, *, model_config: Any) -> Iterator[str]:
     if settings.balance in BALANCES and settings.balance not in kind.balances:
         yield (
             f"attention.balance={settings.balance} with attention={kind.name}: use auto or {' or '.join(kind.balances)}."
+        )
+
+
+def selective_refusals(config: TrainConfig, *, model_config: Any) -> Iterator[str]:
+    """Of models that run with the attention of this package: a soft-cap is computed without any fused op."""
+    cap = getattr(model_config, "attn_logit_softcapping", None)
+    if config.activation.checkpointing is Checkpointing.selective and cap is not None:
+        yield (
+            f"activation.checkpointing=selective keeps the outputs of the fused attention op, and attn_logit_softcapping="
+            f"{cap} of {model_config.model_type} is computed by plain products: use activation.checkpointing=full."
         )
 
 
