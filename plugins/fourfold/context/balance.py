@@ -6,16 +6,18 @@ causal attention of S tokens over P ranks costs the slowest rank, over the mean:
     zigzag         of 2P equal chunks, rank i has chunks i and 2P-1-i (Llama 3, arXiv:2407.21783 section 3.3.2)
     per_document   every document cut into 2P chunks, dealt like that: balanced whatever the borders, but every document
                    is exchanged, and short ones become crumbs
-    greedy         documents of S/2P tokens and more like per_document, shorter ones whole on the rank with the least
-                   work; what is left over makes up the numbers
+    greedy         the longest documents like per_document, as few as make the work even; shorter ones whole on the rank
+                   with the least work; what is left over makes up the numbers
 """
 
 import itertools
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 
 from fourfold.context.rectangles import Interval, Stretches
 
 Ownership = tuple[tuple[Interval, ...], ...]  # by cp rank
+UNEVENNESS = 1.05  # what is simpler is kept if its slowest rank has no more work than this over the best, or the mean
 
 
 def contiguous(length: int, ranks: int, documents: Stretches) -> Ownership:
@@ -37,14 +39,18 @@ def per_document(length: int, ranks: int, documents: Stretches) -> Ownership:
 
 
 def greedy(length: int, ranks: int, documents: Stretches) -> Ownership:
-    shares = _Shares(length, ranks)
-    long = [one for one in documents if one[1] - one[0] >= length / (2 * ranks)]
-    short = [one for one in documents if one[1] - one[0] < length / (2 * ranks)]
-    for document in long:
-        shares.deal(document)
-    for document in sorted(short, key=lambda one: (one[0] - one[1], one)):
-        shares.give(document)
-    return shares.filled_up(documents)
+    longest = sorted(documents, key=lambda one: (one[0] - one[1], one))
+    dealt = sum(end - start > length // ranks for start, end in longest)
+    step = 1
+    while True:
+        shares = _Shares(length, ranks)
+        for document in longest[:dealt]:
+            shares.deal(document)
+        for document in longest[dealt:]:
+            shares.give(document)
+        if dealt >= len(longest) or shares.are_even():
+            return shares.filled_up(documents)
+        dealt, step = dealt + step, step if dealt < 16 else 2 * step
 
 
 BALANCES: dict[str, Callable[[int, int, Stretches], Ownership]] = {
@@ -53,7 +59,6 @@ BALANCES: dict[str, Callable[[int, int, Stretches], Ownership]] = {
     "per_document": per_document,
     "contiguous": contiguous,
 }
-UNEVENNESS = 1.05  # a simpler balance is kept if its slowest rank has no more work than this over the best one's
 
 
 def choose(length: int, ranks: int, documents: Stretches, *, among: Sequence[str]) -> str:
@@ -67,7 +72,13 @@ def choose(length: int, ranks: int, documents: Stretches, *, among: Sequence[str
 
 def work(ownership: Ownership, documents: Stretches) -> list[int]:
     """Causal pairs within documents that each rank's queries have."""
-    return [sum(_pairs(stretch, document) for stretch in held for document in documents) for held in ownership]
+    starts = [start for start, _ in documents]
+
+    def pairs(stretch: Interval) -> int:
+        first = max(bisect_right(starts, stretch[0]) - 1, 0)
+        return sum(_pairs(stretch, documents[number]) for number in range(first, bisect_left(starts, stretch[1])))
+
+    return [sum(map(pairs, held)) for held in ownership]
 
 
 def _pairs(stretch: Interval, document: Interval) -> int:
@@ -124,6 +135,9 @@ class _Shares:
             size = min(self._room[rank], end - start)
             self._add(rank, (start, start + size), document=document)
             start += size
+
+    def are_even(self) -> bool:
+        return max(self._work) * len(self._work) <= UNEVENNESS * sum(self._work)
 
     def filled_up(self, documents: Stretches) -> Ownership:
         """Padding, which costs nothing, where there is room left."""
