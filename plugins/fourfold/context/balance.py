@@ -6,16 +6,32 @@ causal attention of S tokens over P ranks costs the slowest rank, over the mean:
     zigzag         of 2P equal chunks, rank i has chunks i and 2P-1-i (Llama 3, arXiv:2407.21783 section 3.3.2)
     per_document   every document cut into 2P chunks, dealt like that: balanced whatever the borders, but every document
                    is exchanged, and short ones become crumbs
-    greedy         documents of S/2P tokens and more like per_document, shorter ones whole on the rank with the least
-                   work; what is left over makes up the numbers
+    greedy         every document over as few ranks as make the work even, two chunks on each, short ones whole on one, those
+                   with the least work first; what is left over makes up the numbers
 """
 
 import itertools
+from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 from fourfold.context.rectangles import Interval, Stretches
 
 Ownership = tuple[tuple[Interval, ...], ...]  # by cp rank
+UNEVENNESS = 1.05  # what is simpler is kept if its slowest rank has no more work than this over the best, or the mean
+
+LIMITS = (
+    1.0,
+    0.7,
+    0.5,
+    0.35,
+    0.25,
+    0.18,
+    0.12,
+    0.06,
+    0.03,
+    0.0,
+)  # of a document's work on a rank, over the mean of ranks
 
 
 def contiguous(length: int, ranks: int, documents: Stretches) -> Ownership:
@@ -32,19 +48,33 @@ def zigzag(length: int, ranks: int, documents: Stretches) -> Ownership:
 def per_document(length: int, ranks: int, documents: Stretches) -> Ownership:
     shares = _Shares(length, ranks)
     for document in documents:
-        shares.deal(document)
+        shares.deal(document, over=ranks)
     return shares.filled_up(documents)
 
 
 def greedy(length: int, ranks: int, documents: Stretches) -> Ownership:
+    longest = sorted(documents, key=lambda one: (one[0] - one[1], one))
+    mean = sum(_pairs(one, one) for one in documents) / ranks
     shares = _Shares(length, ranks)
-    long = [one for one in documents if one[1] - one[0] >= length / (2 * ranks)]
-    short = [one for one in documents if one[1] - one[0] < length / (2 * ranks)]
-    for document in long:
-        shares.deal(document)
-    for document in sorted(short, key=lambda one: (one[0] - one[1], one)):
-        shares.give(document)
+    for limit in LIMITS:
+        shares = _dealt(longest, length=length, ranks=ranks, limit=limit * mean)
+        if shares.are_even():
+            break
     return shares.filled_up(documents)
+
+
+def _dealt(longest: Sequence[Interval], *, length: int, ranks: int, limit: float) -> "_Shares":
+    """Each document over as few ranks as leave none more work of it than `limit`; the largest pieces first."""
+    shares = _Shares(length, ranks)
+    over = [(_fewest(one, ranks=ranks, limit=limit, room=length // ranks), one) for one in longest]
+    for count, document in sorted(over, key=lambda one: -_pairs(one[1], one[1]) / one[0]):
+        shares.deal(document, over=count)
+    return shares
+
+
+def _fewest(document: Interval, *, ranks: int, limit: float, room: int) -> int:
+    whole = _pairs(document, document)
+    return next((n for n in range(1, ranks) if whole <= n * limit and document[1] - document[0] <= n * room), ranks)
 
 
 BALANCES: dict[str, Callable[[int, int, Stretches], Ownership]] = {
@@ -53,7 +83,6 @@ BALANCES: dict[str, Callable[[int, int, Stretches], Ownership]] = {
     "per_document": per_document,
     "contiguous": contiguous,
 }
-UNEVENNESS = 1.05  # a simpler balance is kept if its slowest rank has no more work than this over the best one's
 
 
 def choose(length: int, ranks: int, documents: Stretches, *, among: Sequence[str]) -> str:
@@ -67,7 +96,13 @@ def choose(length: int, ranks: int, documents: Stretches, *, among: Sequence[str
 
 def work(ownership: Ownership, documents: Stretches) -> list[int]:
     """Causal pairs within documents that each rank's queries have."""
-    return [sum(_pairs(stretch, document) for stretch in held for document in documents) for held in ownership]
+    starts = [start for start, _ in documents]
+
+    def pairs(stretch: Interval) -> int:
+        first = max(bisect_right(starts, stretch[0]) - 1, 0)
+        return sum(_pairs(stretch, documents[number]) for number in range(first, bisect_left(starts, stretch[1])))
+
+    return [sum(map(pairs, held)) for held in ownership]
 
 
 def _pairs(stretch: Interval, document: Interval) -> int:
@@ -99,18 +134,33 @@ class _Shares:
         self._room = [length // ranks] * ranks
         self._work = [0] * ranks
 
-    def deal(self, document: Interval) -> None:
-        """Two chunks to each rank, from both ends to the middle; odd tokens go to those with the most room."""
-        ranks, length = len(self._held), document[1] - document[0]
-        sizes = [length // (2 * ranks)] * (2 * ranks)
-        most_room = sorted(range(ranks), key=lambda rank: (-self._room[rank], rank))
-        for number in range(length % (2 * ranks)):
-            rank = most_room[number % ranks]
-            sizes[rank if number < ranks else 2 * ranks - 1 - rank] += 1
+    def deal(self, document: Interval, *, over: int) -> None:
+        """Two chunks to each of so many ranks, those with the least work, from both ends to the middle; given where there
+        is no room for that."""
+        roomy = [rank for rank, room in enumerate(self._room) if room >= (document[1] - document[0]) // over]
+        members = sorted(roomy, key=lambda rank: (self._work[rank], rank))[:over]
+        sizes = self._chunks(document[1] - document[0], members=members) if len(members) == over > 1 else []
+        turns = [*members, *reversed(members)]
+        wanted = Counter[int]()
+        for rank, size in zip(turns, sizes, strict=False):
+            wanted[rank] += size
+        if not sizes or any(size > self._room[rank] for rank, size in wanted.items()):
+            self.give(document)
+            return
         at = document[0]
-        for chunk, size in enumerate(sizes):
-            self._add(chunk if chunk < ranks else 2 * ranks - 1 - chunk, (at, at + size), document=document)
+        for rank, size in zip(turns, sizes, strict=True):
+            self._add(rank, (at, at + size), document=document)
             at += size
+
+    def _chunks(self, length: int, *, members: list[int]) -> list[int]:
+        """Two for each; odd tokens go to those with the most room."""
+        over = len(members)
+        sizes = [length // (2 * over)] * (2 * over)
+        most_room = sorted(range(over), key=lambda member: (-self._room[members[member]], members[member]))
+        for number in range(length % (2 * over)):
+            member = most_room[number % over]
+            sizes[member if number < over else 2 * over - 1 - member] += 1
+        return sizes
 
     def give(self, document: Interval) -> None:
         """Whole to the rank with the least work that has room for it, else in pieces to those with the most."""
@@ -124,6 +174,9 @@ class _Shares:
             size = min(self._room[rank], end - start)
             self._add(rank, (start, start + size), document=document)
             start += size
+
+    def are_even(self) -> bool:
+        return max(self._work) * len(self._work) <= UNEVENNESS * sum(self._work)
 
     def filled_up(self, documents: Stretches) -> Ownership:
         """Padding, which costs nothing, where there is room left."""

@@ -38,21 +38,20 @@ class Comm:
         dist.reduce_scatter(mine, [part.contiguous() for part in parts], group=self.group)
         return mine
 
-    def all_to_all(self, parts: Sequence[Tensor], shapes: Sequence[Sequence[int]], *, purpose: str) -> list[Tensor]:
-        """`parts[i]` goes to rank i; returns what each rank sent here, of `shapes`. Any of them may be empty."""
+    def all_to_all(
+        self, parts: Sequence[Sequence[Tensor]], shapes: Sequence[Sequence[int]], *, purpose: str
+    ) -> list[Tensor]:
+        """The tensors `parts[i]` go to rank i, one after the other; returns what each rank sent here, of `shapes`. Any of
+        them may be empty."""
+        counts = [sum(piece.numel() for piece in part) for part in parts]
+        flat = _side_by_side([piece for part in parts for piece in part])
         if self.size == 1:
-            return [parts[0]]
-        self.sent[purpose] += sum(part.nbytes for rank, part in enumerate(parts) if rank != self.rank)
-        counts = [torch.Size(shape).numel() for shape in shapes]
-        received = parts[0].new_empty(sum(counts))
-        dist.all_to_all_single(
-            received,
-            torch.cat([part.reshape(-1) for part in parts]),
-            counts,
-            [part.numel() for part in parts],
-            group=self.group,
-        )
-        return [part.view(*shape) for part, shape in zip(received.split(counts), shapes, strict=True)]
+            return [flat.view(*shapes[0])]
+        self.sent[purpose] += flat.itemsize * (sum(counts) - counts[self.rank])
+        expected = [torch.Size(shape).numel() for shape in shapes]
+        received = flat.new_empty(sum(expected))
+        dist.all_to_all_single(received, flat, expected, counts, group=self.group)
+        return [part.view(*shape) for part, shape in zip(received.split(expected), shapes, strict=True)]
 
     def shift(self, x: Tensor, *, purpose: str) -> "Shift":
         """Begin to send `x` to the next rank and to receive that of the one before."""
@@ -80,3 +79,13 @@ class Shift:
         for work in self._works:
             work.wait()
         return self._received
+
+
+def _side_by_side(pieces: Sequence[Tensor]) -> Tensor:
+    """All of them in one flat tensor, each copied once whatever its strides."""
+    flat = pieces[0].new_empty(sum(piece.numel() for piece in pieces))
+    at = 0
+    for piece in pieces:
+        flat[at : at + piece.numel()].view(piece.shape).copy_(piece)
+        at += piece.numel()
+    return flat

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fourfold.context.kernels.kernel import Kernel, Rows, Spec, attend, attend_backward, wide
+from fourfold.context.kernels.kernel import Kernel, Rows, Spec, attend, gradients
 from fourfold.context.sharding import Sharding, everything
 from fourfold.context.strategy import AttentionShape, ContextStrategy, Options
 
@@ -55,6 +55,4 @@ class _LocalAttention(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         q, k, v, out, lse = ctx.saved_tensors
         kernel, rows, spec = ctx.rest
-        d_q, d_k, d_v = (torch.zeros(t.shape, dtype=wide(q.dtype), device=q.device) for t in (q, k, v))
-        attend_backward(kernel, grads[0], q, k, v, out, lse, rows, spec, into=(d_q, d_k, d_v))
-        return d_q.to(q.dtype), d_k.to(q.dtype), d_v.to(q.dtype), None, None, None
+        return *gradients(kernel, grads[0], q, k, v, out, lse, rows, spec), None, None, None

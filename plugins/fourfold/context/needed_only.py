@@ -145,7 +145,7 @@ class _NeededOnly(torch.autograd.Function):
 def _received(k: Tensor, v: Tensor, *, comm: Comm, plan: list[Exchange], purpose: str) -> list[Tensor]:
     """For each row [2, 1, K, s + taken, D]: the own keys and values, then the others' in rank order."""
     kv = torch.stack((k, v))
-    parts = [_packed([_cut(kv[:, row], one.give[to]) for row, one in enumerate(plan)]) for to in range(comm.size)]
+    parts = [[_cut(kv[:, row], one.give[to]) for row, one in enumerate(plan)] for to in range(comm.size)]
     takes = [[one.take[member] for one in plan] for member in range(comm.size)]
     received = _exchanged(parts, takes, like=kv, comm=comm, purpose=purpose)
     return [torch.cat([kv[:, row], *(part[row] for part in received)], dim=2).unsqueeze(1) for row in range(len(plan))]
@@ -155,7 +155,7 @@ def _sent_home(d_kvs: list[Tensor], *, comm: Comm, plan: list[Exchange], tokens:
     """Gradients of the own keys and values, [2, B, K, s, D], with what the other ranks found."""
     segments = [d_kv[:, 0].split([tokens, *one.take], dim=2) for d_kv, one in zip(d_kvs, plan, strict=True)]
     mine = torch.stack([segment[0] for segment in segments], dim=1)
-    parts = [_packed([segment[1 + to] for segment in segments]) for to in range(comm.size)]
+    parts = [[segment[1 + to] for segment in segments] for to in range(comm.size)]
     gives = [[_length(one.give[member]) for one in plan] for member in range(comm.size)]
     received = _exchanged(parts, gives, like=mine, comm=comm, purpose="d_kv_backward")
     for member, rows in enumerate(received):
@@ -172,12 +172,8 @@ def _cut(kv: Tensor, stretches: list[Interval]) -> Tensor:
     return torch.cat([kv[:, :, :0], *(kv[:, :, start:end] for start, end in stretches)], dim=2)
 
 
-def _packed(rows: list[Tensor]) -> Tensor:
-    return torch.cat([row.reshape(-1) for row in rows])
-
-
 def _exchanged(
-    parts: list[Tensor], tokens: list[list[int]], *, like: Tensor, comm: Comm, purpose: str
+    parts: list[list[Tensor]], tokens: list[list[int]], *, like: Tensor, comm: Comm, purpose: str
 ) -> list[list[Tensor]]:
     """From each rank, for each row, [2, K, tokens[rank][row], D]; nothing from itself."""
     kv_heads, size = like.shape[2], like.shape[4]

@@ -10,7 +10,7 @@ and the same in the backward pass, the other way round: (P-1) (n_r + 2 m_r) x an
 """
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
@@ -129,27 +129,34 @@ class _ToHeads(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, split: Split) -> Any:
         ctx.split, ctx.shapes = split, (q.shape, k.shape)
         wanted = zip(split.queries, split.keys, strict=True)
-        parts = [_flat(q[:, slice(*query)], k[:, slice(*key)], v[:, slice(*key)]) for query, key in wanted]
+        parts = [(q[:, slice(*query)], k[:, slice(*key)], v[:, slice(*key)]) for query, key in wanted]
         return _to_heads(parts, split=split, tokens=q.shape[2], like=q, purpose="heads")
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         split, (q_shape, k_shape) = ctx.split, ctx.shapes
         chunks = [gradient.chunk(split.comm.size, dim=2) for gradient in grads]
-        parts = [_flat(*(chunk[member] for chunk in chunks)) for member in range(split.comm.size)]
+        parts = [[chunk[member] for chunk in chunks] for member in range(split.comm.size)]
         rows, _, tokens, size = q_shape
         counts = [(b - a, d - c) for (a, b), (c, d) in zip(split.queries, split.keys, strict=True)]
         shapes = [(rows * (n + 2 * m) * tokens * size,) for n, m in counts]
         received = split.comm.all_to_all(parts, shapes, purpose="heads_backward")
-        found = [
-            torch.zeros(shape, dtype=wide(grads[0].dtype), device=grads[0].device)
-            for shape in (q_shape, k_shape, k_shape)
+        pieces = [
+            [one.view(rows, -1, tokens, size) for one in flat.split([rows * one * tokens * size for one in (n, m, m)])]
+            for flat, (n, m) in zip(received, counts, strict=True)
         ]
-        for (n, m), query, key, flat in zip(counts, split.queries, split.keys, received, strict=True):
-            pieces = flat.split([rows * one * tokens * size for one in (n, m, m)])
-            for target, where, piece in zip(found, (query, key, key), pieces, strict=True):
-                target[:, slice(*where)] += piece.view(rows, -1, tokens, size)
-        return *(one.to(grads[0].dtype) for one in found), None
+        d_q, d_k, d_v = zip(*pieces, strict=True)
+        return torch.cat(d_q, dim=1), _summed(d_k, split.keys, k_shape), _summed(d_v, split.keys, k_shape), None
+
+
+def _summed(pieces: Sequence[Tensor], heads: list[Heads], shape: torch.Size) -> Tensor:
+    """Gradients of key heads, where several ranks have one: their sum, in wide floats."""
+    if sum(last - first for first, last in heads) == shape[1]:
+        return torch.cat(list(pieces), dim=1)
+    found = torch.zeros(shape, dtype=wide(pieces[0].dtype), device=pieces[0].device)
+    for piece, where in zip(pieces, heads, strict=True):
+        found[:, slice(*where)] += piece
+    return found.to(pieces[0].dtype)
 
 
 class _ToTokens(torch.autograd.Function):
@@ -157,7 +164,7 @@ class _ToTokens(torch.autograd.Function):
     def forward(ctx: Any, out: Tensor, split: Split) -> Tensor:
         ctx.split = split
         rows, _, tokens, size = out.shape
-        parts = [part.contiguous() for part in out.chunk(split.comm.size, dim=2)]
+        parts = [(part,) for part in out.chunk(split.comm.size, dim=2)]
         shapes = [(rows, last - first, tokens // split.comm.size, size) for first, last in split.queries]
         return torch.cat(split.comm.all_to_all(parts, shapes, purpose="tokens"), dim=1)
 
@@ -166,16 +173,14 @@ class _ToTokens(torch.autograd.Function):
         split, grad = ctx.split, grads[0]
         rows, _, tokens, size = grad.shape
         first, last = split.queries[split.comm.rank]
-        parts = [grad[:, slice(*heads)].contiguous() for heads in split.queries]
+        parts = [(grad[:, slice(*heads)],) for heads in split.queries]
         shapes = [(rows, last - first, tokens, size)] * split.comm.size
         return torch.cat(split.comm.all_to_all(parts, shapes, purpose="tokens_backward"), dim=2), None
 
 
-def _flat(*tensors: Tensor) -> Tensor:
-    return torch.cat([tensor.reshape(-1) for tensor in tensors])
-
-
-def _to_heads(parts: list[Tensor], *, split: Split, tokens: int, like: Tensor, purpose: str) -> tuple[Tensor, ...]:
+def _to_heads(
+    parts: Sequence[Sequence[Tensor]], *, split: Split, tokens: int, like: Tensor, purpose: str
+) -> tuple[Tensor, ...]:
     (a, b), (c, d) = split.queries[split.comm.rank], split.keys[split.comm.rank]
     rows, size = like.shape[0], like.shape[3]
     heads = (b - a, d - c, d - c)

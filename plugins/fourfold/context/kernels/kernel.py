@@ -127,6 +127,27 @@ def attend_backward(
             target[taken, :, where] += value
 
 
+def gradients(
+    kernel: Kernel,
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    rows: Rows,
+    spec: Spec,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Those of q, k and v, in their dtype. Where one rectangle is all there is, nothing is added up."""
+    calls = list(_calls(rows))
+    if len(calls) == 1 and _is_all(calls[0], q) and (calls[0][1].k0, calls[0][1].k1) == (0, k.shape[2]):
+        found = kernel.backward(grad, q, k, v, out, lse, calls[0][1], spec)
+        return found[0].to(q.dtype), found[1].to(q.dtype), found[2].to(q.dtype)
+    d_q, d_k, d_v = (torch.zeros(t.shape, dtype=wide(q.dtype), device=q.device) for t in (q, k, v))
+    attend_backward(kernel, grad, q, k, v, out, lse, rows, spec, into=(d_q, d_k, d_v))
+    return d_q.to(q.dtype), d_k.to(q.dtype), d_v.to(q.dtype)
+
+
 def _calls(rows: Rows) -> list[tuple[slice, Rectangle]]:
     """(rows, rectangle); rows that are all alike are one call."""
     if all(row == rows[0] for row in rows):
