@@ -9,6 +9,7 @@ from fourfold.checkpoint.resume import resume
 from fourfold.checkpoint.save import Progress
 from fourfold.checkpoint.sound import newest_sound, put_aside
 from fourfold.mesh import Mesh
+from fourfold.output import CHECKPOINTS
 from fourfold.zero.engine import ZeroEngine
 
 if TYPE_CHECKING:
@@ -21,7 +22,8 @@ def go_on(plan: "Plan", *, engine: ZeroEngine, mesh: Mesh, board: Board) -> tupl
     if checkpoint is None:
         return Progress(), None, ""
     progress = resume(checkpoint, engine=engine)
-    remarks = put_aside(passed_over) if mesh.is_main else []
+    ours = plan.output_dir / CHECKPOINTS
+    remarks = put_aside([(path, why) for path, why in passed_over if path.parent == ours]) if mesh.is_main else []
     then = read_index(checkpoint)["run"]["total_steps"]
     if then != plan.total_steps and plan.learning_rate(1) != plan.learning_rate(plan.total_steps):
         remarks.append(f"its learning rate was to fall over {then} updates, this run's falls over {plan.total_steps}")
@@ -30,7 +32,8 @@ def go_on(plan: "Plan", *, engine: ZeroEngine, mesh: Mesh, board: Board) -> tupl
 
 def refuse_other_data(plan: "Plan", *, board: Board) -> None:
     """Ranks that read other rows would train on a mixture that nobody asked for, or wait for each other for ever."""
-    mine = {"rows": plan.data_identity["digest"], "stream": plan.data_identity["state"], "updates": plan.total_steps}
+    known = {key: plan.data_identity[key] for key in ("digest", "state", "tokenizer")}
+    mine = {**known, "evaluation": plan.data.eval_digest, "updates": plan.total_steps}
     everywhere = board.gather("data", mine)
     others = [rank for rank, one in enumerate(everywhere) if one != everywhere[0]]
     if others:

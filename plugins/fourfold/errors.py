@@ -10,7 +10,7 @@ from pathlib import Path
 
 USER_ERROR_EXIT = 2
 INTERRUPTED_EXIT = 130
-FIRST_WORD = 15.0  # seconds that the first process of a server gets to say what all of them found
+FIRST_WORD = 8.0  # seconds that the first process of a server gets to say what all of them found
 
 
 def rank() -> int:

@@ -216,6 +216,11 @@ def zero(config: TrainConfig, *, layout: Layout) -> Iterator[str]:
             f"zero.stage=0 shards nothing, but dp_shard_size={layout.dp_shard_size}: use dp_shard_size=1 "
             f"dp_replicate_size={layout.data_size}, or zero=stage1."
         )
+    if settings.stage == 0 and layout.cp_size > 1:
+        yield (
+            f"zero.stage=0 shards nothing, but the cp_size={layout.cp_size} ranks of a row share optimizer state: use "
+            f"zero=stage1, or cp_size=1."
+        )
     if offload.parameters is not Offload.none and settings.stage != 3:
         yield (
             f"zero.offload.parameters={offload.parameters.value} needs parameters that are sharded, and zero.stage="

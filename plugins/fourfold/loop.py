@@ -38,7 +38,8 @@ class Outcome:
     data_wait: float = 0.0  # share of the time from the second update on that was spent waiting for rows
     stopped: str = ""  # why, if it did not come to its end
     interrupted: bool = False  # by a signal
-    bad_data: ValueError | None = None  # what ended the rows before their time
+    bad_data: Exception | None = None  # what ended the rows before their time
+    evaluated: int = -1  # update after which was evaluated last
 
 
 class TrainingLoop:
@@ -111,12 +112,12 @@ class TrainingLoop:
                 outcome.last_loss = loss
             times = {"train/epoch": update.epoch, "train/seconds": seconds, "train/data_seconds": wait}
             self._report(progress, counts=counts, loss=loss, norm=norm, rate=rate, times=times)
-            if self._due(self._config.eval_every, progress):
-                evaluate(progress)
-                begin = time.perf_counter()
-            if self._due(self._config.save_every, progress):
+            if self._due(self._config.save_every, progress):  # before anything that may fail
                 saver.save(progress)
                 begin = time.perf_counter()
+            if self._due(self._config.eval_every, progress):
+                evaluate(progress)
+                outcome.evaluated, begin = progress.step, time.perf_counter()
         if timed_seconds:
             outcome.tokens_per_second, outcome.data_wait = timed_tokens / timed_seconds, timed_waits / timed_seconds
         return outcome
@@ -130,7 +131,7 @@ class TrainingLoop:
             start = time.perf_counter()
             try:
                 update = next(iterator, None)
-            except ValueError as error:
+            except Exception as error:  # of a file, a service, or what a row holds
                 outcome.bad_data, update = error, Update([], rows=0, rows_after=0, epoch=0)
             if update is None:
                 return

@@ -81,7 +81,7 @@ def _attention(plan: "Plan") -> str:
     model = plan.model.config
     if model._attn_implementation != IMPLEMENTATION:
         return str(model._attn_implementation)
-    return f"{described(plan.config, model_config=model)}; {choose_kernel(model, device=plan.device).name}"
+    return f"{described(plan.config, model_config=model)}; {choose_kernel(plan.config, model_config=model, device=plan.device).name}"
 
 
 def _precision(plan: "Plan") -> str:

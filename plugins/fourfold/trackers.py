@@ -1,5 +1,6 @@
 """Experiment trackers, by accelerate: TensorBoard, W&B, MLflow and whatever else it knows by name."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +41,28 @@ def refuse_unknown_trackers(tracker: TrackerConfig) -> None:
             raise ValueError(f"tracker.report_to={name}: its package is not installed (pip install {name}).")
 
 
-def finish_trackers(accelerator: Any) -> None:
-    """Flush and close them. (Accelerator.end_training would destroy the process group as well.)"""
-    for tracker in accelerator.trackers if accelerator else ():
-        tracker.finish()
+class Trackers:
+    """Those that `start_trackers` began; one that fails is told once and never ends the run."""
+
+    def __init__(self, accelerator: Any, *, say: Callable[[str], None]) -> None:
+        self._accelerator, self._say = accelerator, say
+
+    def log(self, metrics: dict[str, Any], step: int) -> None:
+        self._try(lambda: self._accelerator.log(metrics, step=step))
+
+    def finish(self) -> None:
+        """Flush and close them. (Accelerator.end_training would destroy the process group as well.)"""
+        for tracker in self._accelerator.trackers if self._accelerator else ():
+            self._try(tracker.finish)
+
+    def _try(self, work: Callable[[], Any]) -> None:
+        if self._accelerator is None:
+            return
+        try:
+            work()
+        except Exception as error:  # whatever a service or its client raises
+            self._say(f"the trackers are left out from here on: {type(error).__name__}: {error}")
+            self._accelerator = None
 
 
 def _flatten(tree: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:

@@ -43,12 +43,12 @@ from fourfold.output import CHECKPOINTS, EXPORT, begin, claimed
 from fourfold.parallelize import parallelize
 from fourfold.planner.hardware import peak_flops
 from fourfold.schema import Precision, TrainConfig
-from fourfold.trackers import finish_trackers, refuse_unknown_trackers, start_trackers
+from fourfold.trackers import Trackers, refuse_unknown_trackers, start_trackers
 from fourfold.zero.engine import ZeroEngine
 from fourfold.zero.schedule import learning_rates
 from fourfold.zero.settings import deepspeed_json
 
-RANDOM = "seeded anew for every update by (seed, update, data rank): there is no state to keep"
+RANDOM = "seeded anew for every update by (seed, update, rank of the tokens): there is no state to keep"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,11 +83,9 @@ def train(config: TrainConfig, *, plain: dict[str, Any]) -> int:
     with claimed(output_dir, config=config) if rank() == 0 else nullcontext():
         plan = prepare_run(config, layout=layout, device=device)
         start_process_group(device, cluster=config.cluster)
-        mesh = build_mesh(layout, device_type=device.type)
-        engine = parallelize(plan.model, plan.weights, config=config, mesh=mesh, device=device)
-        if mesh.is_main:
-            begin(output_dir, config=config, plain=plain)
-        with Board(rank=mesh.rank, world_size=layout.world_size) as board:
+        with Board(rank=rank(), world_size=layout.world_size) as board:
+            mesh = build_mesh(layout, device_type=device.type)
+            engine = parallelize(plan.model, plan.weights, config=config, mesh=mesh, device=device)
             outcome, newest = run(plan, engine=engine, mesh=mesh, board=board, plain=plain)
             dist.barrier()
         dist.destroy_process_group()  # the others need not wait for an export
@@ -108,7 +106,7 @@ def prepare_run(config: TrainConfig, *, layout: Layout, device: torch.device) ->
     folder = resolve_folder(config.model)
     model_config = read_config(folder, model=config.model)
     attention = attention_implementation(model_config, model=config.model)
-    if select.is_ours(config, device=device):
+    if select.is_ours(config, model_config=model_config, device=device):
         attention = IMPLEMENTATION
         register()
     legality.check_model(config, model_config=model_config, attn_implementation=attention)
@@ -163,8 +161,10 @@ def prepare_run(config: TrainConfig, *, layout: Layout, device: torch.device) ->
 def run(plan: Plan, *, engine: ZeroEngine, mesh: Mesh, board: Board, plain: dict[str, Any]) -> tuple[Outcome, Path]:
     """Train from the start or a checkpoint to the end; returns the outcome and the newest checkpoint."""
     config = plan.config
-    tracker = start_trackers(config.tracker, output_dir=plan.output_dir, device=plan.device, config=plain)
     refuse_other_data(plan, board=board)
+    if mesh.is_main:
+        begin(plan.output_dir, config=config, plain=plain)
+    accelerator = start_trackers(config.tracker, output_dir=plan.output_dir, device=plan.device, config=plain)
     progress, resumed, remarks = go_on(plan, engine=engine, mesh=mesh, board=board)
     if mesh.is_main:
         write_json(plan.output_dir / "deepspeed.json", deepspeed_json(config, layout=plan.layout))
@@ -173,6 +173,7 @@ def run(plan: Plan, *, engine: ZeroEngine, mesh: Mesh, board: Board, plain: dict
         enabled=mesh.is_main, total_steps=plan.total_steps, first_step=progress.step, output_dir=plan.output_dir
     )
     split = select.splitter(config, model_config=plan.model.config, group=mesh.axis_groups["cp"], device=plan.device)
+    trackers = Trackers(accelerator, say=reporter.say)
     loop = TrainingLoop(
         config=config,
         engine=engine,
@@ -182,7 +183,7 @@ def run(plan: Plan, *, engine: ZeroEngine, mesh: Mesh, board: Board, plain: dict
         split=split,
         learning_rate=plan.learning_rate,
         reporter=reporter,
-        track=lambda metrics, step: tracker.log(metrics, step=step) if tracker else None,
+        track=trackers.log,
         peak_flops=peak_flops(config.cluster.accelerator or device_name(plan.device), config.precision.value),
     )
     saver = Saver(
@@ -206,8 +207,7 @@ def run(plan: Plan, *, engine: ZeroEngine, mesh: Mesh, board: Board, plain: dict
         metrics = {"eval/loss": loss, "eval/perplexity": math.exp(min(loss, 700.0)), "eval/targets": targets}
         reporter.record(at.step, metrics=metrics)
         reporter.say(f"evaluation after update {at.step}: loss {loss:.4f}, perplexity {metrics['eval/perplexity']:.2f}")
-        if tracker:
-            tracker.log(metrics, step=at.step)
+        trackers.log(metrics, at.step)
 
     with reporter:
         updates = _loader(plan, mesh=mesh).updates(
@@ -217,14 +217,15 @@ def run(plan: Plan, *, engine: ZeroEngine, mesh: Mesh, board: Board, plain: dict
             outcome = loop.run(
                 prefetch(updates), progress=progress, saver=saver, evaluate=evaluate, started=launched_at()
             )
+            newest = saver.finish(outcome.progress)
+            if not outcome.stopped and outcome.evaluated != outcome.progress.step:
+                evaluate(outcome.progress)
         except Exception:
             with suppress(Exception):  # a rank may be gone
                 saver.settle()  # what is being written is from before
             raise
-        if not outcome.stopped:
-            evaluate(outcome.progress)
-        newest = saver.finish(outcome.progress)
-    finish_trackers(tracker)
+        finally:
+            trackers.finish()
     if outcome.bad_data:
         raise outcome.bad_data
     return outcome, newest

@@ -1,12 +1,15 @@
 """What one cp rank does in the tests of attention, and the truth: dense, one process, float64."""
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from fourfold.activation.attention_ops import keep_attention
 from fourfold.context.allgather import AllGather
 from fourfold.context.hybrid import Hybrid
 from fourfold.context.kernels.cpu import CpuKernel
@@ -45,6 +48,7 @@ class Case:
     balance: str = "auto"
     kernel: str = "cpu"
     dtype: torch.dtype = torch.float64
+    selective: bool = False  # under selective activation checkpointing
     options: dict[str, str] = field(default_factory=lambda: {"ulysses_size": "auto", "outer": "ring"})
 
     def intervals(self, row: int) -> tuple[tuple[int, int], ...]:
@@ -92,7 +96,12 @@ def run(strategy: ContextStrategy, case: Case, *, group: dist.ProcessGroup) -> t
     sharding = Sharding(tuple(rows))
     q, k, v, grad = (part(tensor, sharding, rank=rank).to(case.dtype) for tensor in case.tensors())
     q, k, v = (tensor.requires_grad_() for tensor in (q, k, v))
-    out = strategy.attend(q, k, v, Spec(0.3, window=case.window, softcap=case.softcap), sharding)
+    attend = partial(strategy.attend, spec=Spec(0.3, window=case.window, softcap=case.softcap), sharding=sharding)
+    if case.selective:
+        kept = partial(create_selective_checkpoint_contexts, keep_attention)
+        out = checkpoint(attend, q, k, v, use_reentrant=False, context_fn=kept)
+    else:
+        out = attend(q, k, v)
     out.backward(grad)
     assert q.grad is not None and k.grad is not None and v.grad is not None  # noqa: PT018
     return [out.detach(), q.grad, k.grad, v.grad], sharding

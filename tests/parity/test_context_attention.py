@@ -63,6 +63,17 @@ def test_the_plain_kernel_and_a_soft_cap(ranks: RankPool, strategy: str) -> None
     check(ranks, world, capped + cases(strategy, head_counts=[(6, 3)], kernel="plain"))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_selective_checkpointing_keeps_what_the_kernel_returned(ranks: RankPool, dtype: torch.dtype) -> None:
+    """One document: a ring's first block is one rectangle, whose output later blocks are added to."""
+    wanted = [
+        Case(name, documents, LENGTH, selective=True, dtype=dtype)
+        for name in SPREAD
+        for documents in (DOCUMENTS["one"], DOCUMENTS["packed"])
+    ]
+    check(ranks, 2, wanted, within=1e-5 if dtype is torch.float32 else 0.2)
+
+
 def test_long_windowed_rows_go_tile_by_tile(ranks: RankPool) -> None:
     documents = ((1200, 30, 370), (1600,))
     wanted = [Case(name, documents, 1600, heads=2, kv_heads=1, head_dim=4, window=100) for name in SPREAD]

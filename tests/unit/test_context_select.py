@@ -120,6 +120,22 @@ def test_dropout_is_refused() -> None:
     assert "attention_dropout=0.1" in message
     assert "cp_size=1" in message
     assert refusal("cp_size=1", of=model(8, 2, attention_dropout=0.1)) == ""
+    assert "attention_dropout=0.1" in refusal("attention=local", of=model(8, 2, attention_dropout=0.1))
+    cpu = torch.device("cpu")
+    assert not select.is_ours(config(), model_config=model(8, 2, attention_dropout=0.1), device=cpu), "it is drawn"
+    assert select.is_ours(config(), model_config=model(8, 2), device=cpu)
+    assert not select.is_ours(config(), model_config=model(8, 2), device=torch.device("cuda"))
+
+
+def test_local_is_not_another_implementation() -> None:
+    message = refusal("attention=local", "model.attn_implementation=sdpa", of=model(8, 2))
+    assert "model.attn_implementation=sdpa is transformers' own" in message
+
+
+def test_auto_chooses_among_those_that_have_the_balance() -> None:
+    wanted = config("cp_size=8", "seq_len=131072", "attention.balance=zigzag")
+    assert select.strategy_class(config("cp_size=8", "seq_len=131072"), model_config=model(32, 8)) is Ulysses
+    assert select.strategy_class(wanted, model_config=model(32, 8)) is not Ulysses
 
 
 def test_all_reasons_at_once() -> None:
@@ -157,9 +173,10 @@ def test_one_rank_has_the_local_one() -> None:
 
 
 def test_a_soft_cap_takes_the_plain_kernel() -> None:
-    cpu = torch.device("cpu")
-    assert isinstance(select.choose_kernel(model(8, 2, attn_logit_softcapping=50.0), device=cpu), PlainKernel)
-    assert isinstance(select.choose_kernel(model(8, 2, attn_logit_softcapping=None), device=cpu), CpuKernel)
+    cpu, run = torch.device("cpu"), config()
+    capped, plain = (model(8, 2, attn_logit_softcapping=cap) for cap in (50.0, None))
+    assert isinstance(select.choose_kernel(run, model_config=capped, device=cpu), PlainKernel)
+    assert isinstance(select.choose_kernel(run, model_config=plain, device=cpu), CpuKernel)
 
 
 # query heads, key heads, P -> MB a rank and layer, forward and backward: S=131072, D=128, bf16, sums in bf16

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fourfold.checkpoint.kept import checkpoints, complete_checkpoints, newest, step_of
+from fourfold.checkpoint.kept import checkpoints, complete_checkpoints, step_of
 from fourfold.checkpoint.pieces import NewerFormat, read_index, read_table
 from fourfold.output import CHECKPOINTS
 from fourfold.schema import DataConfig, TrainConfig
@@ -100,6 +100,11 @@ def _newest_readable(folder: Path) -> ToResume | None:
 
 def none_is_sound(folder: Path, passed_over: list[tuple[Path, str]]) -> ValueError:
     reasons = "; ".join(f"{path.name}: {why.rstrip('.')}" for path, why in passed_over)
+    others = [path.name for path in complete_checkpoints(folder) if path not in dict(passed_over)]
+    if others:
+        return ValueError(
+            f"{folder} has others than the one that cannot be read ({reasons}): resume from {others[-1]}."
+        )
     return ValueError(
         f"No checkpoint in {folder} can be read ({reasons}). Put a copy of one in place, or start afresh in another "
         f"output_dir, or here with resume=none overwrite=true."
@@ -107,10 +112,12 @@ def none_is_sound(folder: Path, passed_over: list[tuple[Path, str]]) -> ValueErr
 
 
 def _given(path: Path) -> ToResume:
-    in_run = newest(path / CHECKPOINTS)
-    found = in_run if in_run is not None else path
-    read_index(found)
-    return ToResume([found])
+    """The newest of a run's folder, or the one that it is."""
+    in_run = _newest_readable(path / CHECKPOINTS)
+    if in_run is not None:
+        return in_run
+    read_index(path)
+    return ToResume([path])
 
 
 def _refuse_other_model(checkpoint: Path, *, shapes: Mapping[str, Any]) -> None:
@@ -176,7 +183,7 @@ def _refuse_the_end(checkpoint: Path, *, step: int, total_steps: int) -> None:
 
 def _refuse_older(checkpoint: Path, *, ours: Path, config: TrainConfig) -> None:
     step = read_index(checkpoint)["progress"]["step"]
-    is_ours = checkpoint.absolute().parent == ours
+    is_ours = checkpoint.resolve().parent == ours.resolve()
     later = [path.name for path in complete_checkpoints(ours) if step_of(path) >= step + is_ours]
     if later:
         raise ValueError(

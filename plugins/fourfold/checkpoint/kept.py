@@ -2,6 +2,7 @@
 
 import re
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 from fourfold.checkpoint.files import sync
@@ -65,8 +66,10 @@ def is_kept(checkpoint: Path) -> bool:
 
 
 def remove(checkpoint: Path) -> None:
-    """Never half there under its own name, whenever the process dies."""
-    shutil.rmtree(_hide(checkpoint), ignore_errors=True)
+    """Never half there under its own name, nor taken for complete, whenever the process dies."""
+    hidden = _hide(checkpoint)
+    (hidden / INDEX).unlink(missing_ok=True)
+    shutil.rmtree(hidden, ignore_errors=True)
 
 
 def put_in_place(aside: Path, target: Path) -> None:
@@ -78,7 +81,8 @@ def put_in_place(aside: Path, target: Path) -> None:
         if hidden:
             hidden.rename(target)
         raise
-    sync(target.parent)
+    with suppress(OSError):  # some file systems sync no folders
+        sync(target.parent)
     if hidden:
         shutil.rmtree(hidden, ignore_errors=True)
 

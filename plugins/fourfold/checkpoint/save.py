@@ -18,7 +18,7 @@ from typing import Any
 
 from fourfold.checkpoint.board import Board
 from fourfold.checkpoint.files import NAMES, digest_of, sync, write_json, write_safetensors
-from fourfold.checkpoint.kept import STEP, newest, put_in_place, rotate, step_of, tidy
+from fourfold.checkpoint.kept import NAME, STEP, newest, put_in_place, rotate, step_of, tidy
 from fourfold.checkpoint.pieces import CONFIG, FORMAT, INDEX, KEPT, PIECES, rank_file
 from fourfold.checkpoint.snapshot import HostCopies, Snapshot, look
 from fourfold.mesh import Mesh
@@ -75,7 +75,8 @@ class Saver:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._count, self._seconds = 0, 0.0
-        self._saved_step = step_of(resumed) if resumed and resumed.parent == folder else -1
+        is_ours = resumed is not None and NAME.fullmatch(resumed.name) and resumed.parent.resolve() == folder.resolve()
+        self._saved_step = step_of(resumed) if resumed and is_ours else -1
         if mesh.is_main:
             tidy(folder)
             board.post("folder is clean", True)
@@ -137,6 +138,10 @@ class Saver:
                 self._board.post(f"save/{save.number}", self._complete(save))
             failure = self._board.read(f"save/{save.number}", of=0)
         except BaseException as error:
+            with suppress(Exception):  # so that the main rank need not wait for this one's next save
+                self._board.post(
+                    f"save/{save.number}/{self._mesh.rank}", {"error": f"rank {self._mesh.rank}: {error!r}"}
+                )
             self._error = error
             return
         self._seconds = time.monotonic() - begin
@@ -176,12 +181,16 @@ class Saver:
             if not failures:
                 self._write_index(save, reports)
                 put_in_place(save.aside, save.target)
-                rotate(self._folder, keep_last=self._keep_last, latest=save.target)
         except OSError as error:
-            failures.append(f"{error.strerror or error} ({error.filename})")
+            failures.append(str(error))
         if failures:
             shutil.rmtree(save.aside, ignore_errors=True)
-        return "; ".join(failures)
+            return "; ".join(failures)
+        try:
+            rotate(self._folder, keep_last=self._keep_last, latest=save.target)
+        except OSError as error:
+            self._say(f"an old checkpoint could not be removed: {error}")
+        return ""
 
     def _write_index(self, save: _Save, reports: list[dict[str, Any]]) -> None:
         table: dict[str, Any] = {

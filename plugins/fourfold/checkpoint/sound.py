@@ -4,7 +4,7 @@ from pathlib import Path
 
 from fourfold.checkpoint.board import Board
 from fourfold.checkpoint.find import ToResume, none_is_sound
-from fourfold.checkpoint.kept import set_aside
+from fourfold.checkpoint.kept import set_aside, step_of
 from fourfold.checkpoint.pieces import fault
 from fourfold.mesh import Mesh
 
@@ -24,8 +24,10 @@ def newest_sound(wanted: ToResume | None, *, board: Board, mesh: Mesh) -> tuple[
     for number, checkpoint in enumerate(map(Path, candidates)):
         mine = fault(checkpoint, share=mesh.rank, shares=mesh.layout.world_size)
         faults = [found for found in board.gather(f"sound/{number}", mine) if found]
-        if not faults:
-            return checkpoint, passed_over
+        if not faults and not passed_over:
+            return checkpoint, []
+        if not faults:  # older ones are nobody's business
+            return checkpoint, [(path, why) for path, why in passed_over if step_of(path) > step_of(checkpoint)]
         passed_over.append((checkpoint, faults[0]))
     raise none_is_sound(Path(candidates[0]).parent, passed_over)
 

@@ -3,7 +3,7 @@
 Cheap where K is small beside H. Sent by a rank for a layer, with kv = 2 B K S D elements, e bytes each, sums of a bytes:
     forward   (P-1)/P kv e
     backward  (P-1)/P kv (e + a): gathered again rather than kept, then dK and dV are reduced and scattered
-Held beside the own shard: one layer's kv, while it computes.
+Held beside the own shard while a layer computes: its kv, twice while it is put in order; backward dK and dV too, in fp32.
 """
 
 from typing import Any, ClassVar

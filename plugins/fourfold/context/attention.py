@@ -52,6 +52,7 @@ def _attention(
     """query[B, H, s, D], key and value[B, K, s, D] with rotary embedding -> out[B, s, H, D]."""
     context: Context = keywords[KEYWORD]
     assert attention_mask is None
+    assert not keywords.get("dropout"), "refused beforehand"
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     spec = Spec(scale, window=sliding_window, softcap=softcap)
     out = context.strategy.attend(query, key, value, spec, context.sharding)

@@ -84,7 +84,7 @@ class Hybrid(ContextStrategy):
 
 
 def inner_size(*, cp_size: int, heads: int, kv_heads: int, options: Options) -> int:
-    """U: as wanted, or the largest divisor of cp_size for which every rank has key heads of its own."""
+    """U: as wanted, or the largest divisor of cp_size that is no more than the key heads."""
     if options["ulysses_size"] != "auto":
         return int(options["ulysses_size"])
     return max(size for size in range(1, min(cp_size, kv_heads) + 1) if cp_size % size == 0)

@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 Interval = tuple[int, int]
 Stretches = Sequence[Interval]  # of global positions, in local order
 
-BAND_TILE = 512  # queries of a band rectangle, at most max(window, BAND_TILE)
+BAND_TILE = 512  # queries of a band rectangle, at most: its mask has as many rows, and window + BAND_TILE columns
 
 
 class Rectangle(NamedTuple):
@@ -164,9 +164,8 @@ def _windowed(one: Rectangle, *, window: int) -> Iterator[Rectangle]:
     if last < window:
         yield one
         return
-    size = max(window, BAND_TILE)
-    for q0 in range(one.q0, one.q1, size):
-        q1 = min(q0 + size, one.q1)
+    for q0 in range(one.q0, one.q1, BAND_TILE):
+        q1 = min(q0 + BAND_TILE, one.q1)
         offset = one.offset + q0 - one.q0
         first_key = max(0, offset - window + 1)
         keys = one.k1 - one.k0 if one.kind == "full" else q1 - one.q0

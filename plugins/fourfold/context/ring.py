@@ -5,7 +5,7 @@ is passed on and not computed. In the backward pass the gradients of a block tra
 Sent by a rank for a layer, with kv = 2 B K S D elements, e bytes each, sums of a bytes:
     forward   (P-1)/P kv e
     backward  (P-1)/P kv e + kv a
-Held beside the own shard: two blocks.
+Held beside the own shard: two blocks; backward three blocks of gradients too, in fp32.
 """
 
 from typing import Any, ClassVar

@@ -25,21 +25,26 @@ from fourfold.schema import AttentionConfig, Checkpointing, Precision, TrainConf
 BY_BYTES: tuple[type[ContextStrategy], ...] = (Ulysses, NeededOnly, Hybrid, Ring, AllGather)
 
 
-def is_ours(config: TrainConfig, *, device: torch.device) -> bool:
+def is_ours(config: TrainConfig, *, model_config: Any, device: torch.device) -> bool:
     """Whether attention goes through a strategy of this package rather than one of transformers' implementations.
 
-    At cp_size=1 on a GPU those are taken unless attention=local is asked for: its CUDA kernel is proven on no GPU yet.
+    At cp_size=1 those are taken for a model with dropout in attention, and on a GPU unless attention=local is asked for:
+    its CUDA kernel is proven on no GPU yet.
     """
     if config.cp_size > 1 or config.attention.name == "local":
         return True
-    return config.model.attn_implementation == "auto" and device.type == "cpu"
+    return config.model.attn_implementation == "auto" and device.type == "cpu" and not _dropout(model_config)
+
+
+def _dropout(model_config: Any) -> float:
+    return float(getattr(model_config, "attention_dropout", None) or 0.0)
 
 
 def splitter(
     config: TrainConfig, *, model_config: Any, group: dist.ProcessGroup, device: torch.device
 ) -> Callable[[dict[str, Tensor]], dict[str, Any]]:
     """From whole rows to what this rank computes. Collective over the cp group."""
-    if not is_ours(config, device=device):
+    if not is_ours(config, model_config=model_config, device=device):
         return lambda batch: batch
     strategy = build(config, model_config=model_config, group=group, device=device)
     return Splitter(strategy, group=group, balance=config.attention.balance, device=device)
@@ -60,7 +65,8 @@ def cheapest(config: TrainConfig, *, model_config: Any) -> tuple[type[ContextStr
     Rows are taken as one document, the dearest case. All are balanced (balance.py), so that bytes decide.
     """
     sent = {}
-    for kind in BY_BYTES:
+    wanted = config.attention.balance
+    for kind in [kind for kind in BY_BYTES if wanted == "auto" or wanted in kind.balances]:
         if not list(kind.refusals(cp_size=config.cp_size, **_heads(model_config), options=options(config.attention))):
             sent[kind.name] = most_bytes(kind, config, model_config=model_config)
     best = min(sent.values())
@@ -92,22 +98,14 @@ def refusals(config: TrainConfig, *, model_config: Any) -> Iterator[str]:
         if settings.name != "local" and (settings.name != "auto" or settings._target_ is not None):
             given = settings.name if settings.name != "auto" else settings._target_
             yield f"attention={given} spreads a row over ranks and cp_size=1: use cp_size=2 or more, or attention=auto."
+        if settings.name == "local":
+            yield from _other_attention(config, model_config=model_config)
         return
-    if config.model.attn_implementation != "auto":
-        yield (
-            f"model.attn_implementation={config.model.attn_implementation} sees one rank's tokens only, and cp_size="
-            f"{cp_size}: use model.attn_implementation=auto; attention=... chooses how the ranks work together."
-        )
+    yield from _other_attention(config, model_config=model_config)
     if config.seq_len < unit(cp_size):
         yield (
             f"seq_len={config.seq_len} is too short for cp_size={cp_size}, which cuts a row into {unit(cp_size)} chunks: use "
             f"seq_len={unit(cp_size)} or more, or a smaller cp_size."
-        )
-    dropout = getattr(model_config, "attention_dropout", 0.0)
-    if dropout:
-        yield (
-            f"attention_dropout={dropout} of the model would be drawn anew on each rank: set it to 0 in its config.json, or "
-            f"use cp_size=1."
         )
     try:
         kind = strategy_class(config, model_config=model_config)
@@ -118,6 +116,21 @@ def refusals(config: TrainConfig, *, model_config: Any) -> Iterator[str]:
     if settings.balance in BALANCES and settings.balance not in kind.balances:
         yield (
             f"attention.balance={settings.balance} with attention={kind.name}: use auto or {' or '.join(kind.balances)}."
+        )
+
+
+def _other_attention(config: TrainConfig, *, model_config: Any) -> Iterator[str]:
+    """What the attention of this package would pass over in silence."""
+    if config.model.attn_implementation != "auto":
+        yield (
+            f"model.attn_implementation={config.model.attn_implementation} is transformers' own, which sees one rank's tokens "
+            f"only, and attention={config.attention.name} with cp_size={config.cp_size} is not: use "
+            f"model.attn_implementation=auto."
+        )
+    if _dropout(model_config):
+        yield (
+            f"attention_dropout={_dropout(model_config)} of the model is in none of the attention strategies: set it to 0 in "
+            f"its config.json, or use attention=auto cp_size=1."
         )
 
 
@@ -134,13 +147,15 @@ def selective_refusals(config: TrainConfig, *, model_config: Any) -> Iterator[st
 def build(config: TrainConfig, *, model_config: Any, group: dist.ProcessGroup, device: torch.device) -> ContextStrategy:
     """Collective over the cp group."""
     kind = strategy_class(config, model_config=model_config)
-    kernel = choose_kernel(model_config, device=device)
+    kernel = choose_kernel(config, model_config=model_config, device=device)
     return kind(group, kernel=kernel, **_heads(model_config), options=options(config.attention))
 
 
-def choose_kernel(model_config: Any, *, device: torch.device) -> Kernel:
-    """The fused one of the device, or plain products for a soft-cap, which none of them has."""
+def choose_kernel(config: TrainConfig, *, model_config: Any, device: torch.device) -> Kernel:
+    """The fused one of the device, or plain products for what it has not: a soft-cap, and fp32 on a GPU."""
     if getattr(model_config, "attn_logit_softcapping", None) is not None:
+        return PlainKernel()
+    if device.type != "cpu" and config.precision is Precision.fp32:
         return PlainKernel()
     if device.type == "cpu":
         return CpuKernel()

@@ -43,6 +43,7 @@ class Prepared:
     eval_stats: PackStats | None = None
     digest: str | None = None  # changes with the content of the training rows, wherever they lie; None: a stream
     sources: tuple[PreparedSource, ...] = ()  # of a stream: none
+    eval_digest: str | None = None  # of the rows to evaluate on
 
 
 def prepare(
@@ -65,7 +66,7 @@ def prepare(
             evaluation = work(data=own, where=f"data.eval_path={data.eval_path}").prepared(root)["train"]
         made = _stream(works, data.sources) if data.streaming else _stored(works, parts, data.sources)
     if evaluation is not None:
-        made.eval, made.eval_stats = evaluation.rows, evaluation.stats
+        made.eval, made.eval_stats, made.eval_digest = evaluation.rows, evaluation.stats, evaluation.digest
     return made
 
 

@@ -82,7 +82,7 @@ class _Turns:
                 self._documents = _added(self._documents, turn, -self._documents[turn])
                 continue
             self._documents = _added(self._documents, turn, 1)
-            self._served = _added(self._served, turn, len(encoded.input_ids))
+            self._served = _added(self._served, turn, max(len(encoded.input_ids), 1))  # blank ones take their turn too
             self._states.append((self._documents, self._served))
             yield encoded
 

@@ -41,7 +41,7 @@ def _mask(one: Rectangle, spec: Spec, dtype: torch.dtype) -> Tensor | None:
     return band_mask(one.q1 - one.q0, one.k1 - one.k0, one.offset, spec.window, dtype)
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=8)
 def band_mask(queries: int, keys: int, offset: int, window: int, dtype: torch.dtype) -> Tensor:
     """[queries, keys] of 0 and -inf. Tiles of one layer share it; every query of a band sees a key."""
     distance = torch.arange(queries)[:, None] + offset - torch.arange(keys)[None]

@@ -56,15 +56,18 @@ class Partial:
 
     out: Tensor  # [B, H, S, D]
     lse: Tensor  # [B, H, S], -inf where nothing was seen
+    owned: bool = False  # its tensors are nobody else's
 
     @classmethod
     def empty(cls, q: Tensor) -> "Partial":
         lse = q.new_full(q.shape[:3], float("-inf"), dtype=wide(q.dtype))
-        return cls(torch.zeros(q.shape, dtype=lse.dtype, device=q.device), lse)
+        return cls(torch.zeros(q.shape, dtype=lse.dtype, device=q.device), lse, owned=True)
 
     def widened(self) -> "Partial":
-        """Ready to be added to."""
-        return Partial(self.out.to(self.lse.dtype), self.lse)
+        """Ready to be added to. What a kernel returned is copied: selective checkpointing keeps it as it was."""
+        if self.owned:
+            return self
+        return Partial(self.out.to(self.lse.dtype, copy=True), self.lse.clone(), owned=True)
 
     def merge(self, rows: slice, queries: slice, out: Tensor, lse: Tensor) -> None:
         before, after = self.lse[rows, :, queries], lse.to(self.lse.dtype)
