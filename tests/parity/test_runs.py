@@ -1,11 +1,13 @@
 """Whole runs: learning rates, resuming on other ranks, empty updates, losses that are not finite, stopping, saving."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 import torch
 
+from fourfold.checkpoint.files import digest_of
 from fourfold.checkpoint.pieces import Pieces
 from fourfold.errors import INTERRUPTED_EXIT
 from tests.parity.run_ranks import (
@@ -87,6 +89,9 @@ def test_resume_refuses_a_finished_run_and_another_model(ranks: RankPool, cache:
     table = json.loads(path.read_text())
     table["model.norm.weight"]["shape"] = [7]
     path.write_text(json.dumps(table))
+    index = json.loads((path.parent / "checkpoint.json").read_text())
+    index["files"]["pieces.json"] = asdict(digest_of(path))
+    (path.parent / "checkpoint.json").write_text(json.dumps(index))
     (message,) = ranks.run(1, refused_run, overrides=[*overrides, "resume=auto", "max_steps=5"])
     assert "model.norm.weight has shape [7], this model's [192]" in message
 
