@@ -25,9 +25,9 @@ from fourfold.context.attention import IMPLEMENTATION, register
 from fourfold.data.fingerprint import stream_state, tokenizer_digest
 from fourfold.data.loader import Loader, eval_batches, total_updates
 from fourfold.data.prefetch import prefetch
-from fourfold.data.prepared import Prepared, prepare
+from fourfold.data.prepared import Prepared, prepare_for
 from fourfold.data.stream import StreamRowSet
-from fourfold.data.vocabulary import check_vocabulary, pad_id
+from fourfold.data.vocabulary import pad_id
 from fourfold.device import choose_device, device_name, start_process_group
 from fourfold.errors import INTERRUPTED_EXIT, rank, world_size
 from fourfold.launch import command_to_go_on, launched_at
@@ -116,15 +116,7 @@ def prepare_run(config: TrainConfig, *, layout: Layout, device: torch.device) ->
     check(model, weights)
     refuse_contradicting_ties(model, weights)
     tokenizer = read_tokenizer(folder)
-    check_vocabulary(tokenizer, model_config.vocab_size, model_path=config.model.path)
-    data = prepare(
-        config.data,
-        tokenizer=tokenizer,
-        seq_len=config.seq_len,
-        seed=config.seed,
-        cache_dir=config.cache_dir,
-        show_progress=rank() == 0,
-    )
+    data = prepare_for(config, tokenizer=tokenizer, vocab_size=model_config.vocab_size, show_progress=rank() == 0)
     total = total_updates(
         None if isinstance(data.train, StreamRowSet) else len(data.train),
         global_batch_size=config.global_batch_size,

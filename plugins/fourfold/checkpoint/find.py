@@ -85,8 +85,7 @@ def _newest_readable(folder: Path) -> ToResume | None:
     passed_over: list[tuple[Path, str]] = []
     for path in reversed(checkpoints(folder)):
         try:
-            read_index(path)
-            read_table(path)
+            read_table(path)  # and the index before it
         except NewerFormat:
             raise
         except ValueError as error:

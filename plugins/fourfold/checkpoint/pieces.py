@@ -138,8 +138,8 @@ def read_index(folder: Path) -> dict[str, Any]:
 
 def read_table(folder: Path) -> dict[str, Any]:
     """{name: {shape, pieces}}. Raises ValueError if it is not what was written."""
-    table = _read_json(folder / PIECES)
     written = read_index(folder)["files"].get(PIECES)
+    table = _read_json(folder / PIECES)
     if written and digest_of(folder / PIECES).xxh3 != written["xxh3"]:
         raise ValueError(f"{folder.absolute() / PIECES} is damaged: it is not what was written (its digest differs).")
     return table

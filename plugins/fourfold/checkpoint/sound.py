@@ -24,8 +24,6 @@ def newest_sound(wanted: ToResume | None, *, board: Board, mesh: Mesh) -> tuple[
     for number, checkpoint in enumerate(map(Path, candidates)):
         mine = fault(checkpoint, share=mesh.rank, shares=mesh.layout.world_size)
         faults = [found for found in board.gather(f"sound/{number}", mine) if found]
-        if not faults and not passed_over:
-            return checkpoint, []
         if not faults:  # older ones are nobody's business
             return checkpoint, [(path, why) for path, why in passed_over if step_of(path) > step_of(checkpoint)]
         passed_over.append((checkpoint, faults[0]))

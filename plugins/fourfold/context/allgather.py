@@ -9,22 +9,16 @@ Held beside the own shard while a layer computes: its kv, twice while it is put 
 from typing import Any, ClassVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from fourfold.context.comm import Comm
 from fourfold.context.kernels.kernel import Kernel, Rows, Spec, attend, attend_backward, wide
 from fourfold.context.sharding import Sharding, everything, held_by
-from fourfold.context.strategy import AttentionShape, ContextStrategy, Options, concatenated
+from fourfold.context.strategy import AttentionShape, OneGroup, Options, concatenated
 
 
-class AllGather(ContextStrategy):
+class AllGather(OneGroup):
     name: ClassVar[str] = "allgather"
-
-    def __init__(
-        self, group: dist.ProcessGroup, *, kernel: Kernel, heads: int, kv_heads: int, options: Options
-    ) -> None:
-        self._comm, self._kernel = Comm(group), kernel
 
     @classmethod
     def sent_bytes(cls, shape: AttentionShape, *, cp_size: int, rank: int, options: Options) -> dict[str, int]:
@@ -40,21 +34,13 @@ class AllGather(ContextStrategy):
             ("allgather", spec.window),
             lambda: sharding.rectangles(held_by(self._comm.rank), everything, window=spec.window),
         )
-        return allgather_attention(q, k, v, comm=self._comm, kernel=self._kernel, rows=rows, spec=spec)
-
-    def sent(self) -> dict[str, int]:
-        return dict(self._comm.sent)
-
-
-def allgather_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, comm: Comm, kernel: Kernel, rows: Rows, spec: Spec
-) -> Tensor:
-    """`rows` are of this member's queries and the keys of all members in the order of `comm`."""
-    out: Tensor = _AllGatherAttention.apply(q, k, v, comm, kernel, rows, spec)
-    return out
+        out: Tensor = _AllGatherAttention.apply(q, k, v, self._comm, self._kernel, rows, spec)
+        return out
 
 
 class _AllGatherAttention(torch.autograd.Function):
+    """`rows` are of this member's queries and the keys of all members in the order of `comm`."""
+
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, comm: Comm, kernel: Kernel, rows: Rows, spec: Spec

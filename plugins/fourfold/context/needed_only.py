@@ -9,7 +9,6 @@ half; for documents that lie whole on a rank nothing.
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from fourfold.context.balance import zigzag
@@ -17,7 +16,7 @@ from fourfold.context.comm import Comm
 from fourfold.context.kernels.kernel import Kernel, Partial, Spec, attend, attend_backward, wide
 from fourfold.context.rectangles import Interval, Rectangle, Stretches, rectangles
 from fourfold.context.sharding import RowShares, Sharding
-from fourfold.context.strategy import AttentionShape, ContextStrategy, Options
+from fourfold.context.strategy import AttentionShape, OneGroup, Options
 
 
 class Exchange(NamedTuple):
@@ -28,13 +27,8 @@ class Exchange(NamedTuple):
     take: list[int]  # from each rank: tokens
 
 
-class NeededOnly(ContextStrategy):
+class NeededOnly(OneGroup):
     name: ClassVar[str] = "needed_only"
-
-    def __init__(
-        self, group: dist.ProcessGroup, *, kernel: Kernel, heads: int, kv_heads: int, options: Options
-    ) -> None:
-        self._comm, self._kernel = Comm(group), kernel
 
     @classmethod
     def sent_bytes(cls, shape: AttentionShape, *, cp_size: int, rank: int, options: Options) -> dict[str, int]:
@@ -50,9 +44,6 @@ class NeededOnly(ContextStrategy):
         )
         out: Tensor = _NeededOnly.apply(q, k, v, self._comm, self._kernel, plan, spec)
         return out
-
-    def sent(self) -> dict[str, int]:
-        return dict(self._comm.sent)
 
 
 def exchanged_bytes(plan: list[Exchange], *, shape: AttentionShape) -> dict[str, int]:

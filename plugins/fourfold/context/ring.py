@@ -11,22 +11,16 @@ Held beside the own shard: two blocks; backward three blocks of gradients too, i
 from typing import Any, ClassVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from fourfold.context.comm import Comm, Shift
 from fourfold.context.kernels.kernel import Kernel, Partial, Rows, Spec, attend, attend_backward, wide
 from fourfold.context.sharding import Sharding, held_by
-from fourfold.context.strategy import AttentionShape, ContextStrategy, Options
+from fourfold.context.strategy import AttentionShape, OneGroup, Options
 
 
-class Ring(ContextStrategy):
+class Ring(OneGroup):
     name: ClassVar[str] = "ring"
-
-    def __init__(
-        self, group: dist.ProcessGroup, *, kernel: Kernel, heads: int, kv_heads: int, options: Options
-    ) -> None:
-        self._comm, self._kernel = Comm(group), kernel
 
     @classmethod
     def sent_bytes(cls, shape: AttentionShape, *, cp_size: int, rank: int, options: Options) -> dict[str, int]:
@@ -43,21 +37,13 @@ class Ring(ContextStrategy):
             ("ring", spec.window),
             lambda: [sharding.rectangles(mine, held_by(owner), window=spec.window) for owner in range(self._comm.size)],
         )
-        return ring_attention(q, k, v, comm=self._comm, kernel=self._kernel, blocks=blocks, spec=spec)
-
-    def sent(self) -> dict[str, int]:
-        return dict(self._comm.sent)
-
-
-def ring_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, comm: Comm, kernel: Kernel, blocks: list[Rows], spec: Spec
-) -> Tensor:
-    """`blocks[i]` are of this member's queries and the keys of member i of `comm`."""
-    out: Tensor = _RingAttention.apply(q, k, v, comm, kernel, blocks, spec)
-    return out
+        out: Tensor = _RingAttention.apply(q, k, v, self._comm, self._kernel, blocks, spec)
+        return out
 
 
 class _RingAttention(torch.autograd.Function):
+    """`blocks[i]` are of this member's queries and the keys of member i of `comm`."""
+
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, comm: Comm, kernel: Kernel, blocks: list[Rows], spec: Spec

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fourfold.context.balance import BALANCES, Ownership, choose
+from fourfold.context.comm import Comm
 from fourfold.context.kernels.kernel import Kernel, Spec
 from fourfold.context.rectangles import Stretches
 from fourfold.context.sharding import Sharding
@@ -76,6 +77,18 @@ class ContextStrategy(ABC):
     def sent(self) -> dict[str, int]:
         """Bytes that this rank has sent, by purpose."""
         return {}
+
+
+class OneGroup(ContextStrategy):
+    """A strategy whose ranks all talk to each other."""
+
+    def __init__(
+        self, group: dist.ProcessGroup, *, kernel: Kernel, heads: int, kv_heads: int, options: Options
+    ) -> None:
+        self._comm, self._kernel = Comm(group), kernel
+
+    def sent(self) -> dict[str, int]:
+        return dict(self._comm.sent)
 
 
 def unit(cp_size: int) -> int:

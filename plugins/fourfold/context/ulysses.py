@@ -15,26 +15,20 @@ from functools import partial
 from typing import Any, ClassVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from fourfold.context.comm import Comm
-from fourfold.context.kernels.kernel import Kernel, Spec, wide
+from fourfold.context.kernels.kernel import Spec, wide
 from fourfold.context.local import local_attention
 from fourfold.context.sharding import Sharding, everything
-from fourfold.context.strategy import AttentionShape, ContextStrategy, Options
+from fourfold.context.strategy import AttentionShape, OneGroup, Options
 
 Heads = tuple[int, int]  # [first, last)
 
 
-class Ulysses(ContextStrategy):
+class Ulysses(OneGroup):
     name: ClassVar[str] = "ulysses"
     balances = ("contiguous",)  # heads are split: any other order of tokens would only cost
-
-    def __init__(
-        self, group: dist.ProcessGroup, *, kernel: Kernel, heads: int, kv_heads: int, options: Options
-    ) -> None:
-        self._comm, self._kernel = Comm(group), kernel
 
     @classmethod
     def refusals(cls, *, cp_size: int, heads: int, kv_heads: int, options: Options) -> Iterator[str]:
@@ -65,9 +59,6 @@ class Ulysses(ContextStrategy):
         heads = Split(q.shape[1], k.shape[1], comm=self._comm)
         attention = partial(local_attention, kernel=self._kernel, rows=rows, spec=spec)
         return over_heads(q, k, v, heads=heads, attention=attention)
-
-    def sent(self) -> dict[str, int]:
-        return dict(self._comm.sent)
 
 
 def head_split(heads: int, kv_heads: int, *, ranks: int) -> tuple[list[Heads], list[Heads]]:

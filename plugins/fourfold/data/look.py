@@ -17,11 +17,10 @@ from ..model.source import read_config, read_tokenizer, resolve_folder
 from ..schema import TrainConfig
 from .loader import first_rows
 from .pack import Row
-from .prepared import Prepared, prepare
+from .prepared import Prepared, prepare_for
 from .row_text import row_text
 from .stats import PackStats, described
 from .stream import StreamRowSet
-from .vocabulary import check_vocabulary
 
 BAR = 40  # characters of the longest bar
 LEGEND = {
@@ -36,15 +35,7 @@ def look(config: TrainConfig, *, rows: int, full: bool) -> None:
     folder = resolve_folder(config.model)
     tokenizer = read_tokenizer(folder)
     vocabulary = read_config(folder, model=config.model).vocab_size
-    check_vocabulary(tokenizer, vocabulary, model_path=config.model.path)
-    made = prepare(
-        config.data,
-        tokenizer=tokenizer,
-        seq_len=config.seq_len,
-        seed=config.seed,
-        cache_dir=config.cache_dir,
-        show_progress=True,
-    )
+    made = prepare_for(config, tokenizer=tokenizer, vocab_size=vocabulary, show_progress=True)
     shown = list(itertools.islice(first_rows(made.train, seed=config.seed), rows))
     out = console()
     print_table(f"data of {config.name}", list(_counts(made, config=config)))

@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING
 
 import xxhash
 
-from ..schema import DataConfig, MixtureSource
+from ..schema import DataConfig, MixtureSource, TrainConfig
 from .huggingface import quiet
 from .mixture import MixtureRows, rows_per_epoch, source_config
 from .rows import RowSet
 from .stats import PackStats, total
 from .stream import StreamRowSet
+from .vocabulary import check_vocabulary
 from .work import PreparedRows, Work
 
 if TYPE_CHECKING:
@@ -44,6 +45,19 @@ class Prepared:
     digest: str | None = None  # changes with the content of the training rows, wherever they lie; None: a stream
     sources: tuple[PreparedSource, ...] = ()  # of a stream: none
     eval_digest: str | None = None  # of the rows to evaluate on
+
+
+def prepare_for(config: TrainConfig, *, tokenizer: "Tokenizer", vocab_size: int, show_progress: bool) -> Prepared:
+    """`prepare` with the settings of a run. ValueError also if the tokenizer has ids that the model has not."""
+    check_vocabulary(tokenizer, vocab_size, model_path=config.model.path)
+    return prepare(
+        config.data,
+        tokenizer=tokenizer,
+        seq_len=config.seq_len,
+        seed=config.seed,
+        cache_dir=config.cache_dir,
+        show_progress=show_progress,
+    )
 
 
 def prepare(

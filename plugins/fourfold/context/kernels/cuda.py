@@ -9,23 +9,15 @@ import torch
 from torch import Tensor
 
 from fourfold.context.kernels.kernel import Spec
-from fourfold.context.kernels.plain import PlainKernel
 from fourfold.context.rectangles import Rectangle
-
-HALF = (torch.float16, torch.bfloat16)
 
 
 class CudaKernel:
-    """Other dtypes go to plain products."""
+    """For half-precision tensors: select.choose_kernel gives fp32 runs to plain products."""
 
     name = "torch's FlashAttention"
 
-    def __init__(self) -> None:
-        self._plain = PlainKernel()
-
     def forward(self, q: Tensor, k: Tensor, v: Tensor, one: Rectangle, spec: Spec) -> tuple[Tensor, Tensor]:
-        if q.dtype not in HALF:
-            return self._plain.forward(q, k, v, one, spec)
         left, right = _window(one, spec)
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
             *(tensor.transpose(1, 2) for tensor in (q, k, v)),
@@ -45,8 +37,6 @@ class CudaKernel:
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, one: Rectangle, spec: Spec
     ) -> tuple[Tensor, Tensor, Tensor]:
-        if q.dtype not in HALF:
-            return self._plain.backward(grad, q, k, v, out, lse, one, spec)
         left, right = _window(one, spec)
         nothing = torch.zeros(2, dtype=torch.uint64, device=q.device)  # the random state of a dropout that there is not
         found = torch.ops.aten._flash_attention_backward(
