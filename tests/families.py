@@ -57,12 +57,12 @@ STRETCHED: dict[str, tuple[str, dict[str, Any]]] = {  # their rotary embedding d
 }
 
 
-def family_model(name: str, *, seed: int = 0) -> Any:
+def family_model(name: str, *, seed: int = 0, **changes: Any) -> Any:
     """Random float32 model in training mode, with eager attention: the reference has nothing fused."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     kind, more = {**FAMILIES, **STRETCHED}[name]
-    config = AutoConfig.for_model(kind, **{**SHARED, **more})
+    config = AutoConfig.for_model(kind, **{**SHARED, **more, **changes})
     torch.manual_seed(seed)
     return AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().train()
 

@@ -55,9 +55,12 @@ def check_model(config: TrainConfig, *, model_config: Any, attn_implementation: 
     from fourfold.activation import checkpointing
     from fourfold.context import select
     from fourfold.context.attention import IMPLEMENTATION
+    from fourfold.tensor.plan import refused_sizes
 
     problems = list(context(config, longest=model_config.max_position_embeddings))
     problems += select.refusals(config, model_config=model_config)
+    if config.tp_size > 1:
+        problems += refused_sizes(model_config, size=config.tp_size)
     if attn_implementation == IMPLEMENTATION:
         problems += select.selective_refusals(config, model_config=model_config)
     problems += checkpointing.refusals(
@@ -68,11 +71,16 @@ def check_model(config: TrainConfig, *, model_config: Any, attn_implementation: 
     _raise(problems)
 
 
+def check_layers(config: TrainConfig, *, model: Any) -> None:
+    """Rules that need the model, on the meta device."""
+    from fourfold.tensor.plan import refusals
+
+    _raise(list(refusals(model, more=config.tensor.plan)))
+
+
 def unfinished_axes(config: TrainConfig) -> Iterator[str]:
-    for axis, meaning in (("tp", "tensor"), ("pp", "pipeline")):
-        size = getattr(config, f"{axis}_size")
-        if size > 1:
-            yield f"{axis}_size={size}: {meaning} parallelism is not in this release; use {axis}_size=1."
+    if config.pp_size > 1:
+        yield f"pp_size={config.pp_size}: pipeline parallelism is not in this release; use pp_size=1."
 
 
 def precision(config: TrainConfig) -> Iterator[str]:
@@ -236,6 +244,11 @@ def zero(config: TrainConfig, *, layout: Layout) -> Iterator[str]:
         yield (
             f"zero.offload with dp_replicate_size={layout.dp_replicate_size} is not proven: DeepSpeed keeps offloaded "
             f"gradients out of reach of the reduction over replicas. Use dp_replicate_size=1, or no offload."
+        )
+    if wanted != {Offload.none} and layout.tp_size > 1:
+        yield (
+            f"zero.offload with tp_size={layout.tp_size} is not proven: DeepSpeed keeps offloaded gradients out of reach of "
+            f"the sums over tensor ranks. Use tp_size=1, or no offload."
         )
     if wanted != {Offload.none} and settings.stage < 2:
         yield f"zero.offload with zero.stage={settings.stage} is not proven: use zero=stage2 or zero=stage3."

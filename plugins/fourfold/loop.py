@@ -159,7 +159,7 @@ class TrainingLoop:
         if counts.targets == 0:
             self._reporter.say(f"update {step}: no target in the whole global batch; skipped, weights unchanged")
             return math.nan, math.nan, rate
-        seed_everything(self._config.seed + step, rank=dist.get_rank(self._mesh.loss_group))
+        seed_everything(self._config.seed + step, rank=self._rank_of_tokens())
         losses = self._engine.forward_backward(list(map(self._split, update.micro_batches)), targets=counts.targets)
         everywhere = self._gather(losses)
         self._refuse_infinite_loss(everywhere, step=step)
@@ -170,6 +170,13 @@ class TrainingLoop:
                 f"checkpoint written; the newest is from before. Lower optim.learning_rate, or use precision=fp32."
             )
         return everywhere.sum().item() / counts.targets, norm, rate
+
+    def _rank_of_tokens(self) -> int:
+        """Equal on ranks that hold copies of the same hidden states, so that their dropout is."""
+        rank = dist.get_rank(self._mesh.loss_group)
+        if self._config.tensor.sequence_parallel:
+            rank += dist.get_rank(self._mesh.axis_groups["tp"]) * dist.get_world_size(self._mesh.loss_group)
+        return rank
 
     def _gather(self, losses: Tensor) -> Tensor:
         """losses[M] of each rank -> [ranks, M], float64."""

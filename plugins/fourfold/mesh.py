@@ -52,6 +52,15 @@ def _flat_group(device_mesh: DeviceMesh, *axes: str) -> dist.ProcessGroup:
     return device_mesh[axes]._flatten("_".join(axes)).get_group()
 
 
+def neighbours(group: dist.ProcessGroup, *, size: int) -> dist.ProcessGroup:
+    """The group of `size` neighbouring ranks of `group` that has this one. Collective over those."""
+    ranks = dist.get_process_group_ranks(group)
+    first = dist.get_rank(group) // size * size
+    made = dist.new_group(ranks[first : first + size], use_local_synchronization=True)
+    assert isinstance(made, dist.ProcessGroup), made
+    return made
+
+
 class Mpu:
     """Megatron's model-parallel-unit interface over a Mesh.
 

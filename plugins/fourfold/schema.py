@@ -185,6 +185,20 @@ class AttentionConfig:
 
 
 @dataclass
+class TensorConfig:
+    """Tensor parallelism (tp_size > 1)."""
+
+    sequence_parallel: bool = True  # norms and residuals on a part of the tokens each; as many bytes, fewer activations
+    overlap: bool = (
+        True  # weight gradients computed beside the input gradients' collective; without effect at zero.stage=3
+    )
+    regather: bool = False  # keep a part of each block's input and gather it again in the backward pass
+    plan: dict[str, str] = field(
+        default_factory=dict
+    )  # {module pattern: style}, beside transformers' table of the model
+
+
+@dataclass
 class ActivationConfig:
     checkpointing: Checkpointing = Checkpointing.none
     every_n: int | None = None  # layers in one recomputed stretch; None: round(sqrt(layers))
@@ -251,6 +265,7 @@ class TrainConfig:
     data: DataConfig = field(default_factory=DataConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     zero: ZeroConfig = field(default_factory=ZeroConfig)
+    tensor: TensorConfig = field(default_factory=TensorConfig)
     attention: AttentionConfig = field(default_factory=AttentionConfig)
     activation: ActivationConfig = field(default_factory=ActivationConfig)
     tracker: TrackerConfig = field(default_factory=TrackerConfig)

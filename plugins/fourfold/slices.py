@@ -57,6 +57,17 @@ class Slice:
         padded = torch.cat([held, held.new_zeros(self.padding, self.width)])
         return padded.reshape(self.local_shape())
 
+    def place(self, held: Tensor, *, into: Tensor) -> None:
+        """The inverse of `cut`: the local values to where they belong in the whole tensor."""
+        target, values = into.view(-1, Slice.whole(self.shape).width), held.reshape(-1, self.width)
+        at = 0
+        for first, last in self.rows:
+            start = 0
+            for left, right in self.columns:
+                target[first:last, left:right] = values[at : at + last - first, start : start + right - left]
+                start += right - left
+            at += last - first
+
 
 def slice_of(parameter: Tensor) -> Slice:
     """What a parameter (also one that ZeRO-3 partitions) holds; all of the tensor if nothing cuts it."""

@@ -113,6 +113,8 @@ def prepare_run(config: TrainConfig, *, layout: Layout, device: torch.device) ->
     dtype = torch.bfloat16 if config.precision is Precision.bf16 else torch.float32
     weights = Weights(folder)
     model = build_on_meta(model_config, dtype=dtype, attn_implementation=attention)
+    if config.tp_size > 1:
+        legality.check_layers(config, model=model)
     check(model, weights)
     refuse_contradicting_ties(model, weights)
     tokenizer = read_tokenizer(folder)

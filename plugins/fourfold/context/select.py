@@ -28,10 +28,10 @@ BY_BYTES: tuple[type[ContextStrategy], ...] = (Ulysses, NeededOnly, Hybrid, Ring
 def is_ours(config: TrainConfig, *, model_config: Any, device: torch.device) -> bool:
     """Whether attention goes through a strategy of this package rather than one of transformers' implementations.
 
-    At cp_size=1 those are taken for a model with dropout in attention, and on a GPU unless attention=local is asked for:
+    At cp_size=1 and tp_size=1 those are taken for a model with dropout in attention, and on a GPU unless attention=local is asked for:
     its CUDA kernel is proven on no GPU yet.
     """
-    if config.cp_size > 1 or config.attention.name == "local":
+    if config.cp_size > 1 or config.tp_size > 1 or config.attention.name == "local":
         return True
     return config.model.attn_implementation == "auto" and device.type == "cpu" and not _dropout(model_config)
 
@@ -47,7 +47,13 @@ def splitter(
     if not is_ours(config, model_config=model_config, device=device):
         return lambda batch: batch
     strategy = build(config, model_config=model_config, group=group, device=device)
-    return Splitter(strategy, group=group, balance=config.attention.balance, device=device)
+    parts = sequence_parts(config)
+    return Splitter(strategy, group=group, balance=config.attention.balance, device=device, parts=parts)
+
+
+def sequence_parts(config: TrainConfig) -> int:
+    """In which tensor parallelism cuts the tokens of a cp rank between its blocks."""
+    return config.tp_size if config.tensor.sequence_parallel else 1
 
 
 def strategy_class(config: TrainConfig, *, model_config: Any) -> type[ContextStrategy]:
@@ -67,7 +73,9 @@ def cheapest(config: TrainConfig, *, model_config: Any) -> tuple[type[ContextStr
     sent = {}
     wanted = config.attention.balance
     for kind in [kind for kind in BY_BYTES if wanted == "auto" or wanted in kind.balances]:
-        if not list(kind.refusals(cp_size=config.cp_size, **_heads(model_config), options=options(config.attention))):
+        if not list(
+            kind.refusals(cp_size=config.cp_size, **_heads(config, model_config), options=options(config.attention))
+        ):
             sent[kind.name] = most_bytes(kind, config, model_config=model_config)
     best = min(sent.values())
     return next(kind for kind in BY_BYTES if sent.get(kind.name, best + 1) <= best), sent
@@ -75,10 +83,11 @@ def cheapest(config: TrainConfig, *, model_config: Any) -> tuple[type[ContextStr
 
 def most_bytes(kind: type[ContextStrategy], config: TrainConfig, *, model_config: Any) -> int:
     """Of the ranks of a cp group, for one layer and micro-batch, forward and backward."""
+    whole = unit(config.cp_size, parts=sequence_parts(config))
     shape = AttentionShape(
         rows=config.micro_batch_size,
-        length=-(-config.seq_len // unit(config.cp_size)) * unit(config.cp_size),
-        **_heads(model_config),
+        length=-(-config.seq_len // whole) * whole,
+        **_heads(config, model_config),
         head_dim=head_dim(model_config),
         itemsize=2 if config.precision is Precision.bf16 else 4,
     )
@@ -98,7 +107,7 @@ def refusals(config: TrainConfig, *, model_config: Any) -> Iterator[str]:
         if settings.name != "local" and (settings.name != "auto" or settings._target_ is not None):
             given = settings.name if settings.name != "auto" else settings._target_
             yield f"attention={given} spreads a row over ranks and cp_size=1: use cp_size=2 or more, or attention=auto."
-        if settings.name == "local":
+        if settings.name == "local" or config.tp_size > 1:
             yield from _other_attention(config, model_config=model_config)
         return
     yield from _other_attention(config, model_config=model_config)
@@ -112,7 +121,7 @@ def refusals(config: TrainConfig, *, model_config: Any) -> Iterator[str]:
     except ValueError as error:
         yield str(error)
         return
-    yield from kind.refusals(cp_size=cp_size, **_heads(model_config), options=options(settings))
+    yield from kind.refusals(cp_size=cp_size, **_heads(config, model_config), options=options(settings))
     if settings.balance in BALANCES and settings.balance not in kind.balances:
         yield (
             f"attention.balance={settings.balance} with attention={kind.name}: use auto or {' or '.join(kind.balances)}."
@@ -124,13 +133,13 @@ def _other_attention(config: TrainConfig, *, model_config: Any) -> Iterator[str]
     if config.model.attn_implementation != "auto":
         yield (
             f"model.attn_implementation={config.model.attn_implementation} is transformers' own, which sees one rank's tokens "
-            f"only, and attention={config.attention.name} with cp_size={config.cp_size} is not: use "
+            f"only, and attention={config.attention.name} with cp_size={config.cp_size} tp_size={config.tp_size} is not: use "
             f"model.attn_implementation=auto."
         )
     if _dropout(model_config):
         yield (
             f"attention_dropout={_dropout(model_config)} of the model is in none of the attention strategies: set it to 0 in "
-            f"its config.json, or use attention=auto cp_size=1."
+            f"its config.json, or use attention=auto cp_size=1 tp_size=1."
         )
 
 
@@ -148,7 +157,7 @@ def build(config: TrainConfig, *, model_config: Any, group: dist.ProcessGroup, d
     """Collective over the cp group."""
     kind = strategy_class(config, model_config=model_config)
     kernel = choose_kernel(config, model_config=model_config, device=device)
-    return kind(group, kernel=kernel, **_heads(model_config), options=options(config.attention))
+    return kind(group, kernel=kernel, **_heads(config, model_config), options=options(config.attention))
 
 
 def choose_kernel(config: TrainConfig, *, model_config: Any, device: torch.device) -> Kernel:
@@ -185,8 +194,10 @@ def head_dim(model_config: Any) -> int:
     return int(getattr(model_config, "head_dim", None) or model_config.hidden_size // model_config.num_attention_heads)
 
 
-def _heads(model_config: Any) -> dict[str, int]:
-    return {"heads": model_config.num_attention_heads, "kv_heads": model_config.num_key_value_heads}
+def _heads(config: TrainConfig, model_config: Any) -> dict[str, int]:
+    """Of one tp rank."""
+    heads, kv_heads = model_config.num_attention_heads, model_config.num_key_value_heads
+    return {"heads": max(1, heads // config.tp_size), "kv_heads": max(1, kv_heads // config.tp_size)}
 
 
 def _named(settings: AttentionConfig) -> type[ContextStrategy]:

@@ -18,10 +18,18 @@ class Splitter:
     """Called on all cp ranks with the same rows. The labels are shifted already, so that no border loses a target."""
 
     def __init__(
-        self, strategy: ContextStrategy, *, group: dist.ProcessGroup, balance: str, device: torch.device
+        self,
+        strategy: ContextStrategy,
+        *,
+        group: dist.ProcessGroup,
+        balance: str,
+        device: torch.device,
+        parts: int = 1,
     ) -> None:
+        """A rank's tokens will be cut into `parts` once more, by tensor parallelism."""
         self._strategy, self._group, self._balance, self._device = strategy, group, balance, device
         self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
+        self._parts = parts
         self._checked = self._size == 1
 
     def __call__(self, batch: dict[str, Tensor]) -> dict[str, Any]:
@@ -29,7 +37,7 @@ class Splitter:
         if not self._checked:
             self._refuse_other_rows(batch)
         length = batch["input_ids"].shape[1]
-        padding = -length % unit(self._size)
+        padding = -length % unit(self._size, parts=self._parts)
         whole = {name: F.pad(values, (0, padding), value=PADDED[name]) for name, values in batch.items()}
         rows = []
         for document_ids in whole["document_ids"]:

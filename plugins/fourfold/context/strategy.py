@@ -4,6 +4,7 @@ Legend, once for all: B rows, S tokens of a row, H query heads, K key/value head
 A rank holds q[B, H, S/P, D], k and v[B, K, S/P, D] of its own positions (balance.py) and gets out[B, H, S/P, D].
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -91,9 +92,9 @@ class OneGroup(ContextStrategy):
         return dict(self._comm.sent)
 
 
-def unit(cp_size: int) -> int:
-    """Rows are padded to a multiple of it: two chunks for each rank."""
-    return 2 * cp_size if cp_size > 1 else 1
+def unit(cp_size: int, *, parts: int = 1) -> int:
+    """Rows are padded to a multiple of it: two chunks for each rank, and a rank's tokens divide into `parts`."""
+    return math.lcm(2 * cp_size if cp_size > 1 else 1, cp_size * parts)
 
 
 def concatenated(parts: Sequence[Tensor]) -> Tensor:

@@ -55,11 +55,11 @@ class CausalLMLoss(nn.Module):
     position_ids, as transformers does it when there is no cache and no mask; it needs no document_ids.
     """
 
-    def __init__(self, model: Any, *, chunk_size: int | None = None) -> None:
+    def __init__(self, model: Any, *, chunk_size: int | None = None, head: nn.Module | None = None) -> None:
+        """`head` computes the loss in place of the one for a whole vocabulary."""
         super().__init__()
         self.model = model
-        softcap = getattr(model.config, "final_logit_softcapping", None)
-        model.lm_head = LossHead(model.lm_head, softcap=softcap, chunk_size=chunk_size)
+        model.lm_head = head or LossHead(model.lm_head, softcap=final_softcap(model.config), chunk_size=chunk_size)
         self.rotary = GlobalRotary(model.model.rotary_emb)
 
     def forward(
@@ -74,6 +74,12 @@ class CausalLMLoss(nn.Module):
         self.rotary.last_position = None if context is None else context.last_position
         output = self.model.model(input_ids=input_ids, position_ids=position_ids, use_cache=False, **more)
         return self.model.lm_head(output.last_hidden_state, labels)
+
+
+def final_softcap(config: Any) -> float | None:
+    """Of the logits, in models that have one."""
+    cap: float | None = getattr(config, "final_logit_softcapping", None)
+    return cap
 
 
 class GlobalRotary:

@@ -212,6 +212,19 @@ def _flat(group: Any) -> Tensor:
     return flat if flat is not None else torch.cat([tensor.reshape(-1) for tensor in group])
 
 
+def gradient_views(engine: Any, buffer: int, *, start: int, count: int) -> list[Tensor]:
+    """Elements [start, start + count) of a gradient buffer, as views of the tensors that `step` will read."""
+    group = engine.optimizer.averaged_gradients[buffer]
+    flat = getattr(group, "flat_partition", None)
+    views, at = [], 0
+    for tensor in [flat] if flat is not None else group:
+        first, last = max(start - at, 0), min(start + count - at, tensor.numel())
+        if first < last:
+            views.append(tensor.view(-1)[first:last])
+        at += tensor.numel()
+    return views
+
+
 @torch.no_grad()
 def publish_masters(engine: Any) -> None:
     """Make the training weights of every rank equal to the master weights. Collective over the shard group."""

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from fourfold.mesh import Mesh, Mpu
 from fourfold.schema import TrainConfig
+from fourfold.slices import is_counted
 from fourfold.zero import deepspeed_internals as internals
 from fourfold.zero.settings import deepspeed_json
 
@@ -51,8 +52,8 @@ class ZeroEngine:
         device: torch.device,
     ) -> None:
         """`names` are the parameters of `module` under the names that checkpoints give them."""
-        for parameter in module.parameters():
-            parameter.tensor_model_parallel = True  # type: ignore[attr-defined]  # "this rank counts it in the norm"
+        for parameter in module.parameters():  # DeepSpeed's name for "this rank counts it in the norm"
+            parameter.tensor_model_parallel = is_counted(parameter)  # type: ignore[attr-defined]
         self._mesh = mesh
         self.device = device
         self._deepspeed = internals.initialize(
@@ -87,8 +88,24 @@ class ZeroEngine:
                 loss = self._deepspeed(**self._to_device(batch))
                 (loss * scale).backward()
                 losses.append(loss.detach())
+        self._sum_partial_gradients()
         self._average_replicas()
         return torch.stack(losses)
+
+    def _sum_partial_gradients(self) -> None:
+        """Of parameters that several tp ranks hold copies of, each having seen a part of what they act on: one sum an update
+        for each group, of all of them. The ranks hold the same slices of these, in the same order."""
+        parts: dict[Any, list[Tensor]] = {}
+        for parameter, _, buffer, offset, count in internals.owned_slices(self._deepspeed):
+            group = getattr(parameter, "summed_over", None)
+            if group is not None:
+                views = internals.gradient_views(self._deepspeed, buffer, start=offset, count=count)
+                parts.setdefault(group, []).extend(views)
+        for group, tensors in parts.items():
+            flat = torch.cat(tensors)
+            dist.all_reduce(flat, group=group)
+            for tensor, total in zip(tensors, flat.split([len(tensor) for tensor in tensors]), strict=True):
+                tensor.copy_(total)
 
     def _average_replicas(self) -> None:
         replicas = self._mesh.layout.dp_replicate_size

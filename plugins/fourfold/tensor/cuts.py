@@ -1,0 +1,88 @@
+"""Which rows or columns of a weight each tp rank holds. Pure: numbers in, ranges out, one entry for each rank.
+
+Rows are output channels, columns input channels. Attention is cut between heads, so that each rank has whole heads of
+queries and the key/value heads that they look at.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from fourfold.slices import Ranges
+
+Cut = tuple[Ranges, ...]  # ranges of each rank
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Attention heads of a model and what a rank of `size` gets of them."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    size: int
+
+    @classmethod
+    def of(cls, model_config: Any, *, size: int) -> "Heads":
+        heads = model_config.num_attention_heads
+        head_dim = getattr(model_config, "head_dim", None) or model_config.hidden_size // heads
+        return cls(heads, model_config.num_key_value_heads, head_dim, size)
+
+    @property
+    def fits(self) -> bool:
+        """Whole query heads for each rank, and key/value heads that split or repeat evenly."""
+        return self.heads % self.size == 0 and (self.kv_heads % self.size == 0 or self.size % self.kv_heads == 0)
+
+    @property
+    def copies(self) -> int:
+        """Ranks, neighbours, that hold the same key/value head."""
+        return max(1, self.size // self.kv_heads)
+
+    @property
+    def local(self) -> int:
+        return self.heads // self.size
+
+    @property
+    def local_kv(self) -> int:
+        return max(1, self.kv_heads // self.size)
+
+    def queries(self) -> Cut:
+        return even(self.heads * self.head_dim, size=self.size)
+
+    def keys(self) -> Cut:
+        """Of the key projection, and of the value projection."""
+        width = self.local_kv * self.head_dim
+        return tuple(((at, at + width),) for at in (rank // self.copies * width for rank in range(self.size)))
+
+
+def even(total: int, *, size: int) -> Cut:
+    assert total % size == 0, (total, size)
+    each = total // size
+    return tuple(((rank * each, (rank + 1) * each),) for rank in range(size))
+
+
+def rounded_up(total: int, *, size: int) -> Cut:
+    """Equal parts of `total` filled up to a multiple of `size`; the last ranks may hold less, down to nothing."""
+    each = -(-total // size)
+    return tuple(((min(rank * each, total), min((rank + 1) * each, total)),) for rank in range(size))
+
+
+def side_by_side(*parts: tuple[Cut, int]) -> Cut:
+    """Of several matrices packed into one, one below the other, each `(its cut, its rows)`."""
+    packed: list[Ranges] = [() for _ in parts[0][0]]
+    above = 0
+    for cut, height in parts:
+        packed = [
+            (*before, *((above + first, above + last) for first, last in more))
+            for before, more in zip(packed, cut, strict=True)
+        ]
+        above += height
+    return tuple(packed)
+
+
+def legal_sizes(model_config: Any, *, up_to: int = 64) -> list[int]:
+    """tp sizes that the heads and the MLP of a model allow."""
+    return [
+        size
+        for size in range(1, up_to + 1)
+        if Heads.of(model_config, size=size).fits and model_config.intermediate_size % size == 0
+    ]
