@@ -57,16 +57,21 @@ STRETCHED: dict[str, tuple[str, dict[str, Any]]] = {  # their rotary embedding d
 }
 
 
-def family_model(name: str, *, seed: int = 0, **changes: Any) -> Any:
-    """Random float32 model in training mode, with eager attention: the reference has nothing fused."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+def family_config(name: str, **changes: Any) -> Any:
+    from transformers import AutoConfig
 
     kind, more = {**FAMILIES, **STRETCHED}[name]
-    config = AutoConfig.for_model(kind, **{**SHARED, **more, **changes})
+    return AutoConfig.for_model(kind, **{**SHARED, **more, **changes})
+
+
+def family_model(name: str, *, seed: int = 0, **changes: Any) -> Any:
+    """Random float32 model in training mode, with eager attention: the reference has nothing fused."""
+    from transformers import AutoModelForCausalLM
+
     torch.manual_seed(seed)
-    return AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().train()
+    return AutoModelForCausalLM.from_config(family_config(name, **changes), attn_implementation="eager").float().train()
 
 
-def save_family(name: str, folder: Path) -> Path:
-    family_model(name).save_pretrained(folder)
+def save_family(name: str, folder: Path, **changes: Any) -> Path:
+    family_model(name, **changes).save_pretrained(folder)
     return folder

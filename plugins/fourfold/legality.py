@@ -9,7 +9,8 @@ from operator import attrgetter
 from typing import Any
 
 from fourfold.layout import Layout, largest_divisor, resolve
-from fourfold.schema import DataConfig, MixtureSource, Offload, Precision, TrainConfig
+from fourfold.schema import DataConfig, MixtureSource, Precision, TrainConfig
+from fourfold.zero.settings import refusals as zero_refusals
 
 EXPORT_DTYPES = ("bfloat16", "float16", "float32")
 
@@ -38,7 +39,7 @@ def check(config: TrainConfig, *, world_size: int, environment: Mapping[str, str
     problems += optimiser(config)
     problems += launcher(config, environment=environment)
     if layout is not None:
-        problems += zero(config, layout=layout)
+        problems += zero_refusals(config, layout=layout)
         problems += batch(config, layout=layout)
     _raise(problems)
     assert layout is not None
@@ -213,45 +214,6 @@ def _at_least(settings: object, *, least: Mapping[str, int], prefix: str = "") -
 def exported(config: TrainConfig) -> Iterator[str]:
     if config.export_dtype not in (None, *EXPORT_DTYPES):
         yield f"export_dtype={config.export_dtype}: use one of {', '.join(EXPORT_DTYPES)}."
-
-
-def zero(config: TrainConfig, *, layout: Layout) -> Iterator[str]:
-    settings, offload = config.zero, config.zero.offload
-    if settings.stage not in (0, 1, 2, 3):
-        yield f"zero.stage={settings.stage}: use 0, 1, 2 or 3."
-    if settings.stage == 0 and layout.dp_shard_size > 1:
-        yield (
-            f"zero.stage=0 shards nothing, but dp_shard_size={layout.dp_shard_size}: use dp_shard_size=1 "
-            f"dp_replicate_size={layout.data_size}, or zero=stage1."
-        )
-    if settings.stage == 0 and layout.cp_size > 1:
-        yield (
-            f"zero.stage=0 shards nothing, but the cp_size={layout.cp_size} ranks of a row share optimizer state: use "
-            f"zero=stage1, or cp_size=1."
-        )
-    if offload.parameters is not Offload.none and settings.stage != 3:
-        yield (
-            f"zero.offload.parameters={offload.parameters.value} needs parameters that are sharded, and zero.stage="
-            f"{settings.stage}: use zero=stage3, or zero.offload.parameters=none."
-        )
-    wanted = {offload.optimizer, offload.parameters}
-    if Offload.nvme in wanted:
-        yield (
-            "zero.offload to nvme is not supported: DeepSpeed swaps the master weights out of reach between updates, so "
-            "that no checkpoint of them could be written. Use cpu, or more GPUs with zero=stage3."
-        )
-    if wanted != {Offload.none} and layout.dp_replicate_size > 1:
-        yield (
-            f"zero.offload with dp_replicate_size={layout.dp_replicate_size} is not proven: DeepSpeed keeps offloaded "
-            f"gradients out of reach of the reduction over replicas. Use dp_replicate_size=1, or no offload."
-        )
-    if wanted != {Offload.none} and layout.tp_size > 1:
-        yield (
-            f"zero.offload with tp_size={layout.tp_size} is not proven: DeepSpeed keeps offloaded gradients out of reach of "
-            f"the sums over tensor ranks. Use tp_size=1, or no offload."
-        )
-    if wanted != {Offload.none} and settings.stage < 2:
-        yield f"zero.offload with zero.stage={settings.stage} is not proven: use zero=stage2 or zero=stage3."
 
 
 def optimiser(config: TrainConfig) -> Iterator[str]:

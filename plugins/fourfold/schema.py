@@ -215,7 +215,7 @@ class TrackerConfig:
 class ClusterConfig:
     device: Device = Device.auto
     gpus_per_node: int = 8
-    ranks_per_row: int = 8  # ranks that a row is spread over: cp_size of tier=long_context
+    ranks_per_row: int = 8  # ranks that a row is spread over: cp_size of tier=long_context, tp_size of tensor
     accelerator: str | None = None  # name in planner/hardware.csv for MFU; None: asked from the device
     timeout: float = 1800.0  # of a collective
 

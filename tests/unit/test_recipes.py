@@ -26,7 +26,7 @@ def update(request: pytest.FixtureRequest) -> bool:
 
 def test_the_tiers_of_the_scaling_guide_are_there() -> None:
     assert list(TIERS)[:4] == ["dp", "zero1", "zero2", "zero3"]
-    assert {"zero3_checkpointed", "hsdp", "long_context", "zero3_offload"} <= set(TIERS)
+    assert {"zero3_checkpointed", "hsdp", "tensor", "long_context", "zero3_offload"} <= set(TIERS)
 
 
 @pytest.mark.parametrize("name", TIERS)
@@ -53,6 +53,8 @@ def test_the_launch_command_is_legal(path: Path) -> None:
         assert layout == Layout(dp_shard_size=8, dp_replicate_size=32)
     if path.stem == "long_context":
         assert layout == Layout(cp_size=8, dp_shard_size=4)
+    if path.stem == "tensor":
+        assert layout == Layout(tp_size=8, dp_shard_size=4)
 
 
 def processes(words: list[str], note: str) -> int:

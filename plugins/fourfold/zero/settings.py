@@ -1,5 +1,6 @@
 """The DeepSpeed JSON that a recipe stands for. Pure: the same dictionary is planned with, trained with and written out."""
 
+from collections.abc import Iterator
 from typing import Any
 
 from fourfold.layout import Layout
@@ -26,6 +27,46 @@ def deepspeed_json(config: TrainConfig, *, layout: Layout) -> dict[str, Any]:
         settings["data_types"] = {"grad_accum_dtype": "fp32" if config.zero.fp32_accumulation else "bf16"}
         settings["communication_data_type"] = "fp32" if config.zero.fp32_reduction else "bf16"
     return settings
+
+
+def refusals(config: TrainConfig, *, layout: Layout) -> Iterator[str]:
+    """Why ZeRO cannot shard this layout as the run wants it; all reasons."""
+    settings, offload = config.zero, config.zero.offload
+    if settings.stage not in (0, 1, 2, 3):
+        yield f"zero.stage={settings.stage}: use 0, 1, 2 or 3."
+    if settings.stage == 0 and layout.dp_shard_size > 1:
+        yield (
+            f"zero.stage=0 shards nothing, but dp_shard_size={layout.dp_shard_size}: use dp_shard_size=1 "
+            f"dp_replicate_size={layout.data_size}, or zero=stage1."
+        )
+    if settings.stage == 0 and layout.cp_size > 1:
+        yield (
+            f"zero.stage=0 shards nothing, but the cp_size={layout.cp_size} ranks of a row share optimizer state: use "
+            f"zero=stage1, or cp_size=1."
+        )
+    if offload.parameters is not Offload.none and settings.stage != 3:
+        yield (
+            f"zero.offload.parameters={offload.parameters.value} needs parameters that are sharded, and zero.stage="
+            f"{settings.stage}: use zero=stage3, or zero.offload.parameters=none."
+        )
+    wanted = {offload.optimizer, offload.parameters}
+    if Offload.nvme in wanted:
+        yield (
+            "zero.offload to nvme is not supported: DeepSpeed swaps the master weights out of reach between updates, so "
+            "that no checkpoint of them could be written. Use cpu, or more GPUs with zero=stage3."
+        )
+    if wanted != {Offload.none} and layout.dp_replicate_size > 1:
+        yield (
+            f"zero.offload with dp_replicate_size={layout.dp_replicate_size} is not proven: DeepSpeed keeps offloaded "
+            f"gradients out of reach of the reduction over replicas. Use dp_replicate_size=1, or no offload."
+        )
+    if wanted != {Offload.none} and layout.tp_size > 1:
+        yield (
+            f"zero.offload with tp_size={layout.tp_size} is not proven: DeepSpeed keeps offloaded gradients out of reach of "
+            f"the sums over tensor ranks. Use tp_size=1, or no offload."
+        )
+    if wanted != {Offload.none} and settings.stage < 2:
+        yield f"zero.offload with zero.stage={settings.stage} is not proven: use zero=stage2 or zero=stage3."
 
 
 def engine_stage(zero: ZeroConfig) -> int:

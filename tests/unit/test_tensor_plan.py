@@ -1,0 +1,58 @@
+"""Which layers of a model are cut how, and what is refused by name."""
+
+import pytest
+import torch
+from torch import nn
+
+from fourfold.model.build import build_on_meta
+from fourfold.tensor.plan import Part, parts, refusals
+from tests.families import FAMILIES, family_config
+
+
+def model(name: str) -> object:
+    return build_on_meta(family_config(name), dtype=torch.float32, attn_implementation="eager")
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_linear_and_embedding_of_a_family_is_cut(name: str) -> None:
+    hf = model(name)
+    found = parts(hf, more={})
+    layers = {key for key, module in hf.named_modules() if isinstance(module, nn.Linear | nn.Embedding)}  # type: ignore[attr-defined]
+    assert {key for key, part in found.items() if part is not Part.partial} == layers
+    assert found["model.embed_tokens"] is Part.embedding
+    assert found["lm_head"] is Part.head
+    assert found["model.layers.0.self_attn.o_proj"] is Part.row
+    norms = {"model.layers.0.self_attn.q_norm", "model.layers.2.self_attn.k_norm"}
+    assert (norms <= {key for key, part in found.items() if part is Part.partial}) == (name in ("qwen3", "gemma3_text"))
+
+
+def test_a_style_that_is_not_known_is_refused_by_name() -> None:
+    (problem,) = refusals(model("llama"), more={"model.layers.*.mlp.up_proj": "moe_tp_experts"})
+    assert all(word in problem for word in ("moe_tp_experts", "model.layers.*.mlp.up_proj", "tensor.plan", "colwise"))
+
+
+def test_a_pattern_of_nothing_is_refused() -> None:
+    (problem,) = refusals(model("llama"), more={"model.layers.*.mlp.uo_proj": "colwise"})
+    assert "model.layers.*.mlp.uo_proj" in problem
+
+
+def test_a_layer_of_another_kind_is_refused_with_what_to_do() -> None:
+    class LoraLinear(nn.Module):
+        pass
+
+    hf = model("llama")
+    hf.model.layers[1].mlp.up_proj = LoraLinear()  # type: ignore[attr-defined]
+    (problem,) = refusals(hf, more={})
+    assert all(word in problem for word in ("model.layers.1.mlp.up_proj", "LoraLinear", "merge"))
+
+
+def test_a_layer_of_no_table_is_refused_until_the_user_names_it() -> None:
+    hf = model("llama")
+    for layer in hf.model.layers:  # type: ignore[attr-defined]
+        layer.mlp.side_proj = nn.Linear(4, 4, device="meta")
+    problems = list(refusals(hf, more={}))
+    assert len(problems) == 3
+    assert all("side_proj" in problem and "tensor.plan" in problem for problem in problems)
+    more = {"model.layers.*.mlp.side_proj": "colwise"}
+    assert not list(refusals(hf, more=more))
+    assert parts(hf, more=more)["model.layers.2.mlp.side_proj"] is Part.column
