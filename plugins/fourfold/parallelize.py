@@ -65,7 +65,7 @@ def _sharpen_masters(engine: ZeroEngine, weights: Weights) -> None:
     """DeepSpeed made the fp32 master weights from rounded parameters; read them from the files instead."""
     masters = engine.masters()
     for fragment in engine.fragments():
-        values = weights.read(fragment.name, start=fragment.start, count=fragment.count)
+        values = weights.read_part(fragment.name, fragment.part, start=fragment.start, count=fragment.count)
         fragment.of(masters).copy_(values)
 
 

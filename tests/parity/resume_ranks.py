@@ -60,29 +60,37 @@ def state(engine: ZeroEngine, *, mesh: Mesh) -> dict[str, Tensor]:
 def save_after_two(
     rank: int, *, folder: Path, config: TrainConfig, layout: Layout, output: Path, in_background: bool
 ) -> dict[str, Any]:
-    """Two updates, a checkpoint, a third update: what that saw and left."""
+    """Two updates, a checkpoint, a third update: what that saw and left, and as `saved` what was to be saved."""
     engine, mesh = build(rank, folder=folder, config=config, layout=layout)
     for step in range(2):
         update(engine, mesh=mesh, step=step)
     saving = saver(output, engine=engine, mesh=mesh, in_background=in_background)
     saving.save(Progress(step=2, rows=2 * ROWS))
+    saved = state(engine, mesh=mesh)
     third = update(engine, mesh=mesh, step=2)
     saving.settle()
-    return third
+    return {**third, "saved": saved}
 
 
 def resume_from_all(
-    rank: int, *, folder: Path, config: TrainConfig, layout: Layout, checkpoints: dict[str, Path]
+    rank: int,
+    *,
+    folder: Path,
+    config: TrainConfig,
+    layout: Layout,
+    checkpoints: dict[str, Path],
+    truths: dict[str, Path] | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """The third update after each of the checkpoints, and which tensors were not loaded bit by bit."""
+    """The third update after each of the checkpoints, and which tensors were not loaded bit by bit: by their files, or
+    by what was saved (files `truths`)."""
     engine, mesh = build(rank, folder=folder, config=config, layout=layout)
     found = {}
     for name, checkpoint in checkpoints.items():
         progress = resume(checkpoint, engine=engine)
         assert (progress.step, progress.rows) == (2, 2 * ROWS)
-        loaded, stored = state(engine, mesh=mesh), whole_tensors(checkpoint)
+        loaded, stored = state(engine, mesh=mesh), torch.load(truths[name]) if truths else whole_tensors(checkpoint)
         assert loaded.keys() == stored.keys()
-        wrong = [key for key in stored if not torch.equal(loaded[key].reshape(-1), stored[key])]
+        wrong = [key for key in stored if not torch.equal(loaded[key].reshape(-1), stored[key].reshape(-1))]
         assert float(engine.optimizer.state[engine.masters()[0]]["step"]) == 2
         found[name] = {"wrong": wrong, **update(engine, mesh=mesh, step=2)}
     return found

@@ -21,29 +21,47 @@ from fourfold.model.source import attention_implementation, read_config
 from fourfold.model.weights import Weights
 from fourfold.parallelize import parallelize
 from fourfold.schema import ModelConfig, Offload, Precision, TrainConfig
+from fourfold.slices import Slice
 from fourfold.zero.engine import ZeroEngine
 from tests.reference import batches
 
 
 def gather(engine: ZeroEngine, buffers: list[Any], *, mesh: Mesh) -> dict[str, Tensor]:
-    """Whole tensors by name from the fragments of all ranks of the shard group; every element exactly once."""
-    mine = [(f.name, f.shape, f.start, f.of(buffers).clone()) for f in engine.fragments()]
-    pieces: list[Any] = [None] * dist.get_world_size(mesh.shard_group)
-    dist.all_gather_object(pieces, mine, group=mesh.shard_group)
-    whole: dict[str, Tensor] = {}
-    for name, shape, start, values in (piece for rank in pieces for piece in rank):
-        flat = whole.setdefault(name, torch.full((shape.numel(),), float("nan"))).view(-1)
-        assert flat[start : start + len(values)].isnan().all(), f"{name} is kept twice"
-        flat[start : start + len(values)] = values
-        whole[name] = flat.view(shape)
-    assert not any(tensor.isnan().any() for tensor in whole.values())
+    """Whole tensors by name from the fragments of all ranks of the shard group and of the tp ranks; every element exactly
+    once, and copies that several ranks keep are equal bit by bit."""
+    held = _held(engine, buffers, mesh=mesh)
+    everywhere: list[Any] = [None] * mesh.layout.tp_size
+    dist.all_gather_object(everywhere, held, group=mesh.axis_groups["tp"])
+    whole = {}
+    for name in held:
+        slices: dict[Slice, Tensor] = {}
+        for part, values in (rank[name] for rank in everywhere):
+            assert torch.equal(slices.setdefault(part, values), values), f"copies of {name} differ"
+        whole[name] = torch.full(held[name][0].shape, float("nan"))
+        for part, values in slices.items():
+            assert part.cut(whole[name])[: part.height].isnan().all(), f"{name} is kept twice"
+            part.place(values, into=whole[name])
+        assert not whole[name].isnan().any()
     return whole
 
 
+def _held(engine: ZeroEngine, buffers: list[Any], *, mesh: Mesh) -> dict[str, tuple[Slice, Tensor]]:
+    """What the ranks of the shard group hold together, flat and without padding, by name."""
+    mine = [(f.name, f.part, f.start, f.of(buffers).clone()) for f in engine.fragments()]
+    pieces: list[Any] = [None] * dist.get_world_size(mesh.shard_group)
+    dist.all_gather_object(pieces, mine, group=mesh.shard_group)
+    held: dict[str, tuple[Slice, Tensor]] = {}
+    for name, part, start, values in (piece for rank in pieces for piece in rank):
+        _, flat = held.setdefault(name, (part, torch.full((part.numel(),), float("nan"))))
+        assert flat[start : start + len(values)].isnan().all(), f"{name} is kept twice"
+        flat[start : start + len(values)] = values
+    return held
+
+
 def build(rank: int, *, folder: Path, config: TrainConfig, layout: Layout) -> tuple[ZeroEngine, Mesh]:
-    """Its `forward_backward` takes whole rows: with cp_size > 1 each rank computes its part, as in the training loop."""
+    """Its `forward_backward` takes whole rows, of which each cp rank computes its part, as in the training loop."""
     engine, mesh = build_engine(folder=folder, config=config, layout=layout)
-    if layout.cp_size > 1:
+    if layout.cp_size * layout.tp_size > 1:
         parts, split = engine.forward_backward, split_rows(folder=folder, config=config, mesh=mesh)
 
         def forward_backward(micro_batches: list[dict[str, Tensor]], *, targets: int) -> Tensor:
@@ -59,7 +77,7 @@ def build_engine(*, folder: Path, config: TrainConfig, layout: Layout) -> tuple[
     source = ModelConfig(path=str(folder))
     model_config = read_config(folder, model=source)
     attention = attention_implementation(model_config, model=source)
-    if layout.cp_size > 1:
+    if layout.cp_size * layout.tp_size > 1:
         attention = IMPLEMENTATION
         register()
     hf = build_on_meta(model_config, dtype=dtype, attn_implementation=attention)
@@ -69,7 +87,7 @@ def build_engine(*, folder: Path, config: TrainConfig, layout: Layout) -> tuple[
 def split_rows(*, folder: Path, config: TrainConfig, mesh: Mesh) -> Callable[[dict[str, Tensor]], dict[str, Any]]:
     """From whole rows, with or without document_ids, to this cp rank's part."""
     split = splitter(
-        replace(config, cp_size=mesh.layout.cp_size),
+        replace(config, cp_size=mesh.layout.cp_size, tp_size=mesh.layout.tp_size),
         model_config=read_config(folder, model=ModelConfig(path=str(folder))),
         group=mesh.axis_groups["cp"],
         device=torch.device("cpu"),

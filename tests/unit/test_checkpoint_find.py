@@ -164,7 +164,7 @@ def test_a_newer_format_is_refused_and_not_called_damaged(tmp_path: Path) -> Non
     checkpoint(tmp_path, run, step=2)
     path = checkpoint(tmp_path, run, step=4) / "checkpoint.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "format": FORMAT + 1}))
-    with pytest.raises(ValueError, match=rf"has format {FORMAT + 1}; this version reads {FORMAT}"):
+    with pytest.raises(ValueError, match=rf"has format {FORMAT + 1}; this version reads 2 to {FORMAT}"):
         found(run)
 
 

@@ -33,4 +33,4 @@ def resume(folder: Path, *, engine: ZeroEngine) -> Progress:
 def _fill(buffers_of: dict[str, list[Tensor]], pieces: Pieces, *, engine: ZeroEngine) -> None:
     for fragment in engine.fragments():
         for kind, buffers in buffers_of.items():
-            pieces.read_into(fragment.of(buffers), fragment.name, kind=kind, start=fragment.start)
+            pieces.read_into(fragment.of(buffers), fragment.name, kind=kind, start=fragment.start, part=fragment.part)

@@ -21,6 +21,7 @@ from fourfold.checkpoint.files import NAMES, digest_of, sync, write_json, write_
 from fourfold.checkpoint.kept import NAME, STEP, newest, put_in_place, rotate, step_of, tidy
 from fourfold.checkpoint.pieces import CONFIG, FORMAT, INDEX, KEPT, PIECES, rank_file
 from fourfold.checkpoint.snapshot import HostCopies, Snapshot, look
+from fourfold.checkpoint.table import listed, table_of
 from fourfold.mesh import Mesh
 from fourfold.zero.engine import ZeroEngine
 
@@ -153,7 +154,8 @@ class Saver:
             self._say(f"checkpoint {save.target.name} written in {self._seconds:.1f} s")
 
     def _writes(self, rank: int | None = None) -> bool:
-        """Whether a rank (default: this one) writes: one replica of each shard does."""
+        """Whether a rank (default: this one) writes: one replica of each shard does. Of tensors
+        that ranks of a tensor-parallel group hold copies of, one of them (Fragment.stored)."""
         rank = self._mesh.rank if rank is None else rank
         return self._mesh.layout.coordinate(rank)["dp_replicate"] == 0
 
@@ -169,8 +171,7 @@ class Saver:
             with suppress(OSError):
                 path.unlink()  # the room may be needed
             return {"error": f"rank {self._mesh.rank}: {error.strerror or error} ({path})"}
-        pieces = [[piece.name, piece.start, piece.count] for piece in save.snapshot.fragments]
-        return {"file": path.name, "written": asdict(written), "pieces": pieces}
+        return {"file": path.name, "written": asdict(written), "pieces": listed(save.snapshot.fragments)}
 
     def _complete(self, save: _Save) -> str:
         """On the main rank: wait for all files and put the folder in place; returns why not, or nothing."""
@@ -193,13 +194,7 @@ class Saver:
         return ""
 
     def _write_index(self, save: _Save, reports: list[dict[str, Any]]) -> None:
-        table: dict[str, Any] = {
-            name: {"shape": list(shape), "pieces": []} for name, shape in self._engine.shapes().items()
-        }
-        for report in reports:
-            for name, start, count in report["pieces"]:
-                table[name]["pieces"].append([start, count, report["file"]])
-        write_json(save.aside / PIECES, table, indent=None)
+        write_json(save.aside / PIECES, table_of(self._engine.shapes(), reports), indent=None)
         write_json(save.aside / CONFIG, self._config)
         files = {report["file"]: report["written"] for report in reports}
         for name, written in files.items():

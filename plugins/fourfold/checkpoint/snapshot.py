@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 
 from fourfold.checkpoint.files import Entry
-from fourfold.checkpoint.pieces import MASTER, WEIGHT, key
+from fourfold.checkpoint.pieces import MASTER, WEIGHT, key_of
 from fourfold.zero.engine import Fragment, ZeroEngine
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Flat buffers by kind, each laid out as the engine's master buffers, and the fragments that lie in them."""
+    """Flat buffers by kind, each laid out as the engine's master buffers, and the fragments in them that this rank
+    stores."""
 
     buffers: dict[str, list[Tensor]]
     fragments: list[Fragment]
@@ -28,7 +29,7 @@ class Snapshot:
 
     def entries(self) -> list[Entry]:
         return [
-            Entry(key(kind, fragment.name, fragment.start), (fragment.count,), dtype, self._values(kind, fragment))
+            Entry(key_of(kind, fragment.name, fragment.start), (fragment.count,), dtype, self._values(kind, fragment))
             for kind, dtype in self.kinds().items()
             for fragment in self.fragments
         ]
@@ -49,7 +50,8 @@ def look(engine: ZeroEngine) -> Snapshot:
     buffers: dict[str, list[Tensor]] = {MASTER: [master.detach() for master in masters]}
     buffers |= {kind: [of_master[kind] for of_master in state] for kind in sorted(kinds)}
     steps = [float(of_master["step"]) for of_master in state if "step" in of_master]
-    return Snapshot(buffers, engine.fragments(), engine.weight_dtype(), steps[0] if steps else None)
+    stored = [fragment for fragment in engine.fragments() if fragment.stored]
+    return Snapshot(buffers, stored, engine.weight_dtype(), steps[0] if steps else None)
 
 
 class HostCopies:

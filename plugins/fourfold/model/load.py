@@ -1,4 +1,5 @@
-"""Fill a model on the meta device from safetensors: whole parameters, or under ZeRO-3 only this rank's slice of each.
+"""Fill a model on the meta device from safetensors: the rows and columns that each parameter says it holds of its tensor,
+all of them or under ZeRO-3 only this rank's share of each.
 
 No rank reads or holds a full copy under ZeRO-3, and nothing is sent: memory is the rank's own shard plus one tensor.
 """
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fourfold.model.weights import Weights
+from fourfold.slices import carry_marks, slice_of
 
 COMPARED = 2**22  # elements at a time
 MakeParameter = Callable[[torch.Size, torch.dtype], nn.Parameter]
@@ -82,9 +84,9 @@ def _same(weights: Weights, one: str, other: str) -> bool:
 
 
 def stored_shapes(model: Any) -> dict[str, torch.Size]:
-    """Shape of every parameter by name, one name for tied ones."""
+    """Global shape of every parameter by name, also of those that tensor parallelism cut; one name for tied ones."""
     tied = tied_parameters(model)
-    return {name: p.shape for name, p in model.named_parameters(remove_duplicate=False) if name not in tied}
+    return {name: slice_of(p).shape for name, p in model.named_parameters(remove_duplicate=False) if name not in tied}
 
 
 def tied_parameters(model: Any) -> dict[str, str]:
@@ -95,15 +97,20 @@ def tied_parameters(model: Any) -> dict[str, str]:
 def _filled(
     name: str, parameter: Tensor, weights: Weights, *, device: torch.device, make_partitioned: MakeParameter | None
 ) -> nn.Parameter:
+    """With the marks of the `parameter` whose place it takes."""
+    part = slice_of(parameter)
+    assert part.local_shape() == parameter.shape, (name, part, parameter.shape)
     if make_partitioned is None:
-        value = weights.read(name).to(device=device, dtype=parameter.dtype)
-        return nn.Parameter(value.view(parameter.shape))
-    filled = make_partitioned(parameter.shape, parameter.dtype)
-    local: Tensor = filled.ds_tensor  # type: ignore[attr-defined]
-    group_rank = torch.distributed.get_rank(filled.ds_process_group)  # type: ignore[attr-defined]
-    start = group_rank * local.numel()
-    count = max(0, min(local.numel(), parameter.numel() - start))
-    local.zero_()  # the last rank's padding
-    if count:
-        local[:count].copy_(weights.read(name, start=start, count=count))
+        value = weights.read_part(name, part, 0, parameter.numel()).to(device=device, dtype=parameter.dtype)
+        filled = nn.Parameter(value.view(parameter.shape))
+    else:
+        filled = make_partitioned(parameter.shape, parameter.dtype)
+        local: Tensor = filled.ds_tensor  # type: ignore[attr-defined]
+        group_rank = torch.distributed.get_rank(filled.ds_process_group)  # type: ignore[attr-defined]
+        start = group_rank * local.numel()
+        count = max(0, min(local.numel(), parameter.numel() - start))
+        local.zero_()  # the last rank's padding
+        if count:
+            local[:count].copy_(weights.read_part(name, part, start, count))
+    carry_marks(parameter, filled)
     return filled

@@ -9,6 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fourfold.overlaps import Block, overlaps
+from fourfold.slices import Slice
+
 
 class Weights:
     """Tensors of one or several safetensors files by name."""
@@ -49,6 +52,29 @@ class Weights:
         with safe_open(self._file_of[name], framework="pt") as file:
             rows = file.get_slice(name)[first:last].reshape(-1)
         return rows[start - first * row : start - first * row + count]
+
+    def read_part(self, name: str, part: Slice, start: int, count: int) -> Tensor:
+        """Elements [start, start + count) of the flattened local `part` of the tensor, zeros for its padding, in the
+        dtype of the file. Read are the rows and columns that it holds, not the whole tensor."""
+        whole = Slice.whole(self.shape(name))
+        blocks = list(overlaps(part, whole, start=start, count=count))
+        if len(blocks) == 1 and blocks[0].numel() == count:
+            return self._read_block(name, blocks[0]).reshape(-1)
+        result = self.read(name, count=min(1, whole.numel())).new_zeros(count)
+        for block in blocks:
+            place = result.as_strided((block.rows, block.columns), (part.width, 1), block.at - start)
+            place.copy_(self._read_block(name, block))
+        return result
+
+    def _read_block(self, name: str, block: Block) -> Tensor:
+        """[rows, columns]"""
+        from safetensors import safe_open
+
+        if block.rows == 1:
+            return self.read(name, start=block.of, count=block.columns).view(1, -1)
+        row, column = divmod(block.of, self.shape(name)[1:].numel())
+        with safe_open(self._file_of[name], framework="pt") as file:
+            return file.get_slice(name)[row : row + block.rows, column : column + block.columns]
 
 
 def read_header(path: Path) -> dict[str, Any]:

@@ -79,28 +79,42 @@ class VocabParallelEmbedding(nn.Module):
     """Some rows of the table: ids[B, S] -> [B, S/t, D] with sequence parallelism, else [B, S, D].
 
     A token that another rank holds is zero here; the sum over ranks has each token once. The vocabulary is filled up to a
-    multiple of the ranks with rows that no token has. `scale` multiplies what is looked up (Gemma)."""
+    multiple of the ranks with rows that no token has. `scale` multiplies what is looked up (Gemma); `padding_idx` is the
+    token whose row gets no gradient."""
 
-    def __init__(self, weight: nn.Parameter, *, first: int, scale: float | None, tensor: TensorGroup) -> None:
+    def __init__(
+        self, weight: nn.Parameter, *, first: int, padding_idx: int | None, scale: float | None, tensor: TensorGroup
+    ) -> None:
         super().__init__()
         self.weight = weight
         self.first, self.scale, self.tensor = first, scale, tensor
+        self.padding_idx = padding_idx
 
     @classmethod
     def from_embedding(cls, embedding: nn.Embedding, *, tensor: TensorGroup) -> "VocabParallelEmbedding":
         part = vocabulary_slice(embedding.weight, tensor=tensor)
         scale = getattr(embedding, "scalar_embed_scale", None)
-        return cls(_sliced(embedding.weight, part), first=part.rows[0][0], scale=scale, tensor=tensor)
+        return cls(
+            _sliced(embedding.weight, part),
+            first=part.rows[0][0],
+            padding_idx=embedding.padding_idx,
+            scale=scale,
+            tensor=tensor,
+        )
 
     def to_embedding(self) -> nn.Embedding:
         """Without the scale."""
         whole = _whole(self.weight, tensor=self.tensor)
-        return nn.Embedding.from_pretrained(whole, freeze=not self.weight.requires_grad)
+        frozen = not self.weight.requires_grad
+        return nn.Embedding.from_pretrained(whole, freeze=frozen, padding_idx=self.padding_idx)
 
     def forward(self, ids: Tensor) -> Tensor:
         local = ids - self.first
         elsewhere = (local < 0) | (local >= len(self.weight))
-        found = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
+        padding = None if self.padding_idx is None else self.padding_idx - self.first
+        if padding is not None and not 0 <= padding < len(self.weight):
+            padding = None
+        found = F.embedding(local.masked_fill(elsewhere, 0), self.weight, padding_idx=padding)
         found = leave(found.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.tensor, purpose="embedding")
         return found if self.scale is None else found * torch.tensor(self.scale, dtype=found.dtype)
 

@@ -17,21 +17,28 @@ from torch import Tensor, nn
 
 from fourfold.mesh import Mesh, Mpu
 from fourfold.schema import TrainConfig
-from fourfold.slices import is_counted
+from fourfold.slices import Slice, is_counted, slice_of
 from fourfold.zero import deepspeed_internals as internals
 from fourfold.zero.settings import deepspeed_json
 
 
 @dataclass(frozen=True)
 class Fragment:
-    """A slice of one parameter whose master weight this rank keeps: elements [start, start + count) when flattened."""
+    """What this rank keeps the master weight of: elements [start, start + count) of the flattened `part` of a parameter,
+    without its padding."""
 
     name: str
-    shape: torch.Size
+    part: Slice
     start: int
     count: int
     buffer: int  # which flat fp32 buffer
     offset: int  # where in it
+    stored: bool = True  # by this rank; False where another rank of the tensor-parallel group stores its copy
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of the whole parameter."""
+        return self.part.shape
 
     def of(self, buffers: list[Any]) -> Tensor:
         """View [count] of this fragment in `buffers`, one flat tensor for each master buffer."""
@@ -144,15 +151,18 @@ class ZeroEngine:
 
     def fragments(self) -> list[Fragment]:
         """Slices of the parameters that this rank keeps, by name; together with the other ranks of the shard group
-        they cover every element once."""
+        they cover every element once that this rank of the tensor-parallel group holds."""
         return [
-            Fragment(self._names[id(p)], getattr(p, "ds_shape", p.shape), start, count, buffer, offset)
+            Fragment(self._names[id(p)], part, start, kept, buffer, offset, stored=is_counted(p))
             for p, start, buffer, offset, count in internals.owned_slices(self._deepspeed)
+            for part in [slice_of(p)]
+            for kept in [min(count, part.numel() - start)]
+            if kept > 0  # the rest is padding
         ]
 
     def shapes(self) -> dict[str, torch.Size]:
         """Global shape of every parameter by name."""
-        return {self._names[id(p)]: getattr(p, "ds_shape", p.shape) for p in self.module.parameters()}
+        return {self._names[id(p)]: slice_of(p).shape for p in self.module.parameters()}
 
     def weight_dtype(self) -> torch.dtype:
         """Of the weights that are trained; master weights are fp32 whatever it is."""
