@@ -97,7 +97,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 "linear_cross_entropy: a second backward pass, but the first scaled the gradients in place"
             )
         d_hidden, d_weight = ctx.gradients
-        ctx.gradients = None  # whoever takes them need not copy
+        ctx.gradients = None  # not held here: whoever accumulates them need not copy
         if d_hidden is not None:
             d_hidden.mul_(upstream)
         if d_weight is not None:
@@ -115,7 +115,7 @@ class _Work:
         self.d_weight = torch.zeros_like(weight, dtype=self.wide) if wanted[1] else None
         size = min(head.chunk_size, len(hidden)), head.count
         self.logits = hidden.new_empty(size, dtype=self.wide)
-        self.narrow = self.logits if hidden.dtype == self.wide else hidden.new_empty(size)
+        self.narrow = hidden.new_empty(size) if any(wanted) and hidden.dtype != self.wide else self.logits
 
     def chunk(self, chunk: slice, labels: Tensor) -> Tensor:
         """The sum of its losses; its gradients are added."""
