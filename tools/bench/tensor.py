@@ -36,6 +36,7 @@ class Shape:
     vocabulary: int
     hidden: int
     dtype: str
+    labelled: int  # tokens with labels when ours is measured for memory; chunks without are passed over
 
     def chunk(self) -> int:
         """That of a run without a setting."""
@@ -130,6 +131,7 @@ class Loss:
 
         self.rank, self.group, self.shape = rank, dist.group.WORLD, shape
         self.inputs = shape.inputs(share=world)
+        self.inputs[2][shape.labelled :] = -100
         ours(shape.inputs(share=world, tokens=2), chunk_size=2, rank=rank, group=self.group)  # imports, connections
 
     def memory(self) -> tuple[int, int]:
@@ -225,12 +227,17 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--chunks", type=int, nargs="*", default=[64, 1024], help="timed beside the default")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument(
+        "--labelled",
+        type=int,
+        help="for memory: tokens of ours that have labels. Chunks use the same buffers, so that few are enough (default all)",
+    )
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
     print(f"Vocabulary {options.vocabulary}, {options.tokens} tokens, hidden {options.hidden}\n")
     for dtype in options.dtypes:
-        shape = Shape(options.tokens, options.vocabulary, options.hidden, dtype)
+        shape = Shape(options.tokens, options.vocabulary, options.hidden, dtype, options.labelled or options.tokens)
         if "memory" in options.figures:
             console().print(memory(shape))
         if "time" in options.figures:
