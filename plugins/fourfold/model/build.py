@@ -7,15 +7,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fourfold.context.attention import KEYWORD, Context
-
-IGNORED = -100
+from fourfold.model.cross_entropy import IGNORED, linear_cross_entropy
 
 
 class LossHead(nn.Module):
     """Output projection and cross-entropy in one: hidden[B, S, D], labels[B, S] -> sum of token losses, fp32 scalar.
 
-    torch's linear_cross_entropy computes gradients chunk by chunk in the forward pass, so that logits of one chunk of
-    tokens exist at a time. A final soft-cap (Gemma 2) is not in it: those models hold all logits.
+    Gradients are computed chunk by chunk in the forward pass, so that logits of one chunk of tokens exist at a time: by
+    torch's linear_cross_entropy, or by ours (cross_entropy.py) for what torch's has not: a final soft-cap (Gemma 2).
     """
 
     def __init__(self, head: nn.Linear, *, softcap: float | None, chunk_size: int | None) -> None:
@@ -27,23 +26,33 @@ class LossHead(nn.Module):
 
     def forward(self, hidden: Tensor, labels: Tensor) -> Tensor:
         hidden, labels = hidden.flatten(0, 1), labels.flatten()
+        size = self.chunk_size or default_chunk(len(labels), self.weight)
         if self.softcap is not None:
-            logits = F.linear(hidden, self.weight).float()
-            logits = torch.tanh(logits / self.softcap) * self.softcap
-            return F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
+            return self._ours(hidden, labels, chunk_size=size)
+        options = nn.LinearCrossEntropyOptions(batch_chunk_size=size, chunking_method=None)
         loss = F.linear_cross_entropy(
-            hidden, self.weight, labels, ignore_index=IGNORED, reduction="sum", options=self._options(len(labels))
+            hidden, self.weight, labels, ignore_index=IGNORED, reduction="sum", options=options
         )
         return loss.float()
 
-    def _options(self, tokens: int) -> nn.LinearCrossEntropyOptions:
-        size = self.chunk_size or default_chunk(tokens, self.weight)
-        return nn.LinearCrossEntropyOptions(batch_chunk_size=size, chunking_method=None)
+    def _ours(self, hidden: Tensor, labels: Tensor, *, chunk_size: int) -> Tensor:
+        """The weight is looked at here, in the forward pass, when ZeRO-3 has gathered it."""
+        return linear_cross_entropy(
+            hidden,
+            self.weight,
+            labels,
+            group=None,
+            first=0,
+            count=len(self.weight),
+            softcap=self.softcap,
+            chunk_size=chunk_size,
+        ).float()
 
 
 def default_chunk(tokens: int, weight: Tensor) -> int:
     """Tokens a chunk: as many as give logits of the hidden states' size (torch's own rule), but at least 256. Below
-    that, products with the whole vocabulary's weights cost more than their arithmetic: three times at 8 tokens."""
+    that, products with the whole vocabulary's weights cost more than their arithmetic: three times at 8 tokens. More than
+    256 gain nothing: 1,024 take 0.99 to 1.04 (fp32) and 1.08 (bf16) times the CPU seconds at a vocabulary of 128,256."""
     vocabulary, hidden = getattr(weight, "ds_shape", weight.shape)
     return max(256, -(-tokens * hidden // vocabulary))
 
