@@ -53,7 +53,7 @@ Run = tuple[int, int, int]  # first in the wanted slice, first in the held one, 
 def _runs(wanted: Ranges, held: Ranges) -> list[Run]:
     """Rows (or columns) that both have; neighbours in both are one run."""
     merged: list[Run] = []
-    for at, of, count in sorted(_common(wanted, held)):
+    for at, of, count in _common(wanted, held):
         if merged and (merged[-1][0] + merged[-1][2], merged[-1][1] + merged[-1][2]) == (at, of):
             first_at, first_of, before = merged.pop()
             merged.append((first_at, first_of, before + count))
