@@ -41,7 +41,7 @@ def overlaps(wanted: Slice, held: Slice, *, start: int, count: int) -> Iterator[
 
 def in_hand(block: Block, *, width: int, most: int) -> Iterator[tuple[int, Block]]:
     """(rows before it, part of the block) of at most `most` elements from the first to the last, where rows are `width`
-    apart in the held slice. A row longer than that stays whole."""
+    apart in the held slice. A row that is longer stays whole."""
     step = max(1, (most - block.columns) // width + 1)
     for row in range(0, block.rows, step):
         yield row, replace(block, of=block.of + row * width, rows=min(step, block.rows - row))

@@ -7,9 +7,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
+from fourfold.checkpoint.pieces import Pieces
 from fourfold.checkpoint.save import Progress, Saver
 from fourfold.layout import Layout
 from fourfold.slices import Slice
@@ -171,3 +173,17 @@ def _saver(folder: Path, layout: Layout, rank: int, *, dtype: torch.dtype, board
     mesh: Any = SimpleNamespace(rank=rank, layout=layout, is_main=rank == 0)
     options: dict[str, Any] = {"keep_last": None, "keep_every": None, "in_background": True}
     return Saver(folder, engine=engine, mesh=mesh, board=board, about={"run": {}}, config={}, say=say, **options)
+
+
+class Reads:
+    """Sizes of all reads from files."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.sizes: list[int] = []
+        read = Pieces._read_piece
+
+        def counted(pieces: Pieces, target: Tensor, *arguments: Any, **options: Any) -> None:
+            self.sizes.append(len(target))
+            read(pieces, target, *arguments, **options)
+
+        monkeypatch.setattr(Pieces, "_read_piece", counted)
