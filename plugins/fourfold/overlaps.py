@@ -41,7 +41,7 @@ def overlaps(wanted: Slice, held: Slice, *, start: int, count: int) -> Iterator[
 
 def in_hand(block: Block, *, width: int, most: int) -> Iterator[tuple[int, Block]]:
     """(rows before it, part of the block) of at most `most` elements from the first to the last, where rows are `width`
-    apart in the held slice. A row longer than that stays whole."""
+    apart in the held slice. A row that is longer stays whole."""
     step = max(1, (most - block.columns) // width + 1)
     for row in range(0, block.rows, step):
         yield row, replace(block, of=block.of + row * width, rows=min(step, block.rows - row))
@@ -53,7 +53,7 @@ Run = tuple[int, int, int]  # first in the wanted slice, first in the held one, 
 def _runs(wanted: Ranges, held: Ranges) -> list[Run]:
     """Rows (or columns) that both have; neighbours in both are one run."""
     merged: list[Run] = []
-    for at, of, count in sorted(_common(wanted, held)):
+    for at, of, count in _common(wanted, held):
         if merged and (merged[-1][0] + merged[-1][2], merged[-1][1] + merged[-1][2]) == (at, of):
             first_at, first_of, before = merged.pop()
             merged.append((first_at, first_of, before + count))

@@ -72,6 +72,14 @@ def test_settings(tmp_path: Path, changes: dict[str, Any], says: str) -> None:
     assert says in str(refused.value)
 
 
+@pytest.mark.parametrize("sizes", [{"tp_size": 2}, {"tp_size": 4, "cp_size": 2}, {"dp_replicate_size": 2}])
+def test_another_layout_goes_on(tmp_path: Path, sizes: dict[str, int]) -> None:
+    """In either direction; shapes are compared as the whole tensors have them."""
+    path = checkpoint(tmp_path, config(tmp_path, **sizes), step=2)
+    for run in (config(tmp_path), config(tmp_path, **sizes), config(tmp_path, tp_size=8)):
+        assert found(run) == ToResume([path])
+
+
 def test_the_same_rows_from_elsewhere_are_the_same_data(tmp_path: Path) -> None:
     checkpoint(tmp_path, config(tmp_path), step=2)
     moved = config(tmp_path, data=DataConfig(kind=SourceKind.jsonl, path="/other/place.jsonl", num_proc=4))

@@ -80,13 +80,12 @@ class Pieces:
         self, target: Tensor, name: str, *, kind: str = MASTER, start: int = 0, part: Slice | None = None
     ) -> None:
         """Fill the contiguous 1-D `target`, of any dtype and on any device, from element `start` of the flattened `part`
-        (default: the whole tensor) on, whatever the cuts that were stored. In hand is at most one chunk, besides rows that
-        are longer.
+        (default: the whole tensor) on, whatever the cuts that were stored. In hand is at most one chunk.
 
         Raises ValueError if an element is in no file, or beyond the part: padding is not stored.
         """
         wanted, filled = part or Slice.whole(self._shapes[name]), 0
-        for source in self._held[name]:
+        for source in self._held.get(name, []):
             for block in overlaps(wanted, source.part, start=start, count=len(target)):
                 for row, small in in_hand(block, width=source.part.width, most=CHUNK):
                     at = block.at - start + row * wanted.width
