@@ -47,7 +47,9 @@ def splitter(
     if not is_ours(config, model_config=model_config, device=device):
         return lambda batch: batch
     strategy = build(config, model_config=model_config, group=group, device=device)
-    return Splitter(strategy, group=group, balance=config.attention.balance, device=device)
+    data_size = dist.get_world_size() // (config.cp_size * config.tp_size * config.pp_size)
+    update = config.global_batch_size // (config.micro_batch_size * data_size)
+    return Splitter(strategy, group=group, balance=config.attention.balance, device=device, compared=update)
 
 
 def strategy_class(config: TrainConfig, *, model_config: Any) -> type[ContextStrategy]:
