@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from fourfold.groups import new_group, timeout_of
 from fourfold.layout import AXES, Layout
 
 SLOWEST_FIRST = tuple(reversed(AXES))
@@ -32,12 +33,13 @@ class Mesh:
 
 
 def build_mesh(layout: Layout, *, device_type: str) -> Mesh:
-    """Collective over all processes of the default group, whose number must be the layout's."""
+    """Collective over all processes of the default group, whose number must be the layout's. Its timeout is that of all
+    groups."""
     assert dist.get_world_size() == layout.world_size, (dist.get_world_size(), layout)
     shape = tuple(layout.size(axis) for axis in SLOWEST_FIRST)
     device_mesh = init_device_mesh(device_type, shape, mesh_dim_names=SLOWEST_FIRST)
     axis_groups = {axis: device_mesh.get_group(axis) for axis in AXES}
-    return Mesh(
+    made = Mesh(
         layout=layout,
         rank=dist.get_rank(),
         axis_groups=axis_groups,
@@ -46,6 +48,10 @@ def build_mesh(layout: Layout, *, device_type: str) -> Mesh:
         loss_group=_flat_group(device_mesh, "dp_replicate", "dp_shard", "cp"),
         model_group=_flat_group(device_mesh, "pp", "tp"),
     )
+    timeout = timeout_of()
+    for group in (*axis_groups.values(), made.shard_group, made.loss_group, made.model_group):
+        dist.set_timeout(timeout, group)
+    return made
 
 
 def _flat_group(device_mesh: DeviceMesh, *axes: str) -> dist.ProcessGroup:
@@ -56,9 +62,7 @@ def neighbours(group: dist.ProcessGroup, *, size: int) -> dist.ProcessGroup:
     """The group of `size` neighbouring ranks of `group` that has this one. Collective over those."""
     ranks = dist.get_process_group_ranks(group)
     first = dist.get_rank(group) // size * size
-    made = dist.new_group(ranks[first : first + size], use_local_synchronization=True)
-    assert isinstance(made, dist.ProcessGroup), made
-    return made
+    return new_group(ranks[first : first + size], like=group)
 
 
 class Mpu:

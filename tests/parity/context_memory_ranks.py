@@ -1,13 +1,18 @@
 """How much one rank allocates in a pass over a long row."""
 
+from functools import partial
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch.autograd.profiler import profile
 
+from fourfold.context.kernels.kernel import Spec
 from fourfold.schema import AttentionConfig
 from tests.parity.context_model_ranks import Watched
+from tests.parity.context_ranks import Case, made, part, sharded
 from tests.reference import VOCABULARY
+from tools.bench.held_bytes import Held, held_by
 
 
 def long_row(length: int) -> dict[str, torch.Tensor]:
@@ -31,6 +36,20 @@ def allocated(
         model = Watched(folder, attention=one)
         model.loss(long_row(64)).backward()  # whatever is made once
         found.append([_measured(model, length) for length in lengths])
+    return found
+
+
+def held(rank: int, *, cases: list[Case]) -> list[tuple[Held, int, int]]:
+    """Of each case (bytes that this rank holds for the layer, those of q and out, those of its keys and values)."""
+    group = dist.group.WORLD
+    assert group is not None
+    found = []
+    for case in cases:
+        strategy = made(case, group=group)
+        sharding = sharded(strategy, case, ranks=group.size())
+        *inputs, _ = (part(x, sharding, rank=rank).to(case.dtype).requires_grad_() for x in case.tensors())
+        attend = partial(strategy.attend, spec=Spec(0.3), sharding=sharding)
+        found.append((held_by(attend, *inputs), inputs[0].nbytes, inputs[1].nbytes + inputs[2].nbytes))
     return found
 
 

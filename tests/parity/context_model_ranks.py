@@ -193,12 +193,12 @@ def counted(rank: int, *, layout: Layout, rows: dict[str, Tensor]) -> Counts:
 
 
 def disagreeing(
-    rank: int, *, folder: Path, config: TrainConfig, layout: Layout, batches: list[dict[str, Tensor]]
+    rank: int, *, folder: Path, config: TrainConfig, layout: Layout, alike: int, batches: list[dict[str, Tensor]]
 ) -> str:
-    """How the first micro-batch ends when each rank has rows of its own."""
+    """How the first update ends when each rank has rows of its own, after so many micro-batches that are the same."""
     engine, _ = build(rank, folder=folder, config=config, layout=layout)
     try:
-        engine.forward_backward([batches[rank]], targets=1)
+        engine.forward_backward([batches[0]] * alike + [batches[rank]], targets=1)
     except RuntimeError as error:
         return str(error)
     return "was not noticed"

@@ -87,13 +87,8 @@ def dense(case: Case) -> list[Tensor]:
 
 def run(strategy: ContextStrategy, case: Case, *, group: dist.ProcessGroup) -> tuple[list[Tensor], Sharding]:
     """This rank's part of out, dq, dk, dv."""
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
-    rows = []
-    for row in range(len(case.documents)):
-        documents = case.intervals(row)
-        shares = strategy.ownership(case.length, documents, balance=case.balance, ranks=size)
-        rows.append(RowShares(shares, documents))
-    sharding = Sharding(tuple(rows))
+    rank = dist.get_rank(group)
+    sharding = sharded(strategy, case, ranks=dist.get_world_size(group))
     q, k, v, grad = (part(tensor, sharding, rank=rank).to(case.dtype) for tensor in case.tensors())
     q, k, v = (tensor.requires_grad_() for tensor in (q, k, v))
     attend = partial(strategy.attend, spec=Spec(0.3, window=case.window, softcap=case.softcap), sharding=sharding)
@@ -105,6 +100,15 @@ def run(strategy: ContextStrategy, case: Case, *, group: dist.ProcessGroup) -> t
     out.backward(grad)
     assert q.grad is not None and k.grad is not None and v.grad is not None  # noqa: PT018
     return [out.detach(), q.grad, k.grad, v.grad], sharding
+
+
+def sharded(strategy: ContextStrategy, case: Case, *, ranks: int) -> Sharding:
+    rows = []
+    for row in range(len(case.documents)):
+        documents = case.intervals(row)
+        shares = strategy.ownership(case.length, documents, balance=case.balance, ranks=ranks)
+        rows.append(RowShares(shares, documents))
+    return Sharding(tuple(rows))
 
 
 def part(tensor: Tensor, sharding: Sharding, *, rank: int) -> Tensor:

@@ -202,9 +202,9 @@ def test_m01_tokens_are_counted_once(ranks: RankPool, layout: Layout) -> None:
 
 
 @pytest.mark.parametrize("what", ["position_ids", "document_ids", "input_ids", "labels"])
-@pytest.mark.parametrize("world", [2, 4])
-def test_ranks_that_read_other_rows_stop_at_the_first_micro_batch(
-    ranks: RankPool, folder: Path, what: str, world: int
+@pytest.mark.parametrize(("world", "alike"), [(2, 0), (4, 7)], ids=["first", "last"])
+def test_ranks_that_read_other_rows_stop_at_that_micro_batch_of_the_first_update(
+    ranks: RankPool, folder: Path, what: str, world: int, alike: int
 ) -> None:
     """The last rank has other borders, or other tokens: all ranks say so, and none waits for another."""
     good = {**row(8, 8), "document_ids": torch.arange(2).repeat_interleave(8)[None]}
@@ -212,7 +212,7 @@ def test_ranks_that_read_other_rows_stop_at_the_first_micro_batch(
     config = settings(stage=1, optim=SGD)
     config.attention = AttentionConfig(name="ring", _target_=SPREAD["ring"])
     batches = [good] * (world - 1) + [{**good, what: other[what]}]
-    for said in ranks.run(
-        world, disagreeing, folder=folder, config=config, layout=Layout(cp_size=world), batches=batches
-    ):
+    assert config.global_batch_size == 8
+    setting = {"folder": folder, "config": config, "layout": Layout(cp_size=world), "batches": batches}
+    for said in ranks.run(world, disagreeing, alike=alike, **setting):
         assert f"ranks 0 and {world - 1} of one context-parallel group read different rows or document borders" in said

@@ -6,7 +6,8 @@
 Tensors lie in memory as a transformers layer has them ([B, S, H, D] seen as [B, H, S, D]), the answer is [B, S, H, D]. In
 every round each side runs once, one after the other; a ratio is of one round, the figure its median. One process is
 `local` over the whole row, run on two ranks at a time, so that it meets the same neighbour on the other core. CPU
-seconds are those of all threads of a process: what communication costs the processor is in them.
+seconds are those of all threads of a process: what communication costs the processor is in them. Memory is an exact
+count of tensors (held_bytes.py).
 
 Peers on the same row, group and kernel: DeepSpeed's UlyssesSPAttentionHF over transformers' sdpa, and torch's templated
 ring (load-balanced, all-to-all) around the CPU op, which torch itself cannot drive there. Neither knows documents, so
@@ -19,7 +20,7 @@ import statistics
 from typing import Any
 
 from common import Team, console, median_ratio, table, verdict
-from context_sides import HEAD_DIM, HEADS, KV_HEADS, OURS, PEERS, Run, Sides, documents_of, needed_share
+from context_sides import HEAD_DIM, HEADS, KV_HEADS, OURS, PEERS, Memory, Run, Sides, documents_of, needed_share
 
 COST = {2: 1.10, 4: 1.15}  # CPU seconds of all ranks over one process
 RING_COST = {2: 1.10, 4: 1.20}
@@ -47,6 +48,9 @@ def main() -> None:
                 print(f"\n{len(documents_of(row, options.length))} document(s) in {options.length} tokens, {SHAPE}\n")
                 console().print(costs(found, world=world))
                 console().print(evenness(found, world=world, row=row))
+                console().print(
+                    memory({name: team.call("memory", name) for name in sides if name in OURS}, world=world)
+                )
                 if row == "one" and set(sides) & set(PEERS):
                     console().print(against_peers(found, world=world))
     console().print(exchanged())
@@ -102,6 +106,31 @@ def evenness(found: Rounds, *, world: int, row: str) -> Any:
             verdict(max(pairs, seconds), EVEN[row]),
             f"{statistics.mean(one.sent for one in rounds[-1]) / 1e6:.2f}",
             "[green]equal[/]" if agrees else "[red]differs[/]",
+        )
+    return made
+
+
+def memory(found: dict[str, list[Memory]], *, world: int) -> Any:
+    """Of the rank that is the furthest beyond the figure."""
+    made = table(
+        f"{world} ranks: MB of tensors that a rank holds for one layer",
+        ("strategy", "saved", "figure", "", "peak", "figure", "beyond", "merging", ""),
+        note="Saved: for the backward pass. Peak: in the forward pass, beside the inputs; figures: context_sides.py. Merging: one "
+        "partial output of a rectangle, in fp32, and four lse beside the sum; reached means no more than that beyond.",
+    )
+    for name, ranks in found.items():
+        saved = max(ranks, key=lambda one: one.saved - one.saved_figure)
+        peak = max(ranks, key=lambda one: one.most - one.most_figure)
+        made.add_row(
+            name,
+            f"{saved.saved / 1e6:.2f}",
+            f"{saved.saved_figure / 1e6:.2f}",
+            verdict(saved.saved, saved.saved_figure),
+            f"{peak.most / 1e6:.2f}",
+            f"{peak.most_figure / 1e6:.2f}",
+            f"{(peak.most - peak.most_figure) / 1e6:.2f}",
+            f"{peak.spare / 1e6:.2f}",
+            verdict(peak.most, peak.most_figure + peak.spare),
         )
     return made
 

@@ -5,10 +5,12 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from held_bytes import held_by
 from torch import Tensor
 
 from fourfold.context.allgather import AllGather
@@ -46,6 +48,17 @@ class Run:
     pairs: float = 0.0
     sent: int = 0
     formula: int = 0
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one rank, one layer, with what they may be; `spare` is what merging partial results takes beside."""
+
+    saved: int
+    saved_figure: int
+    most: int
+    most_figure: int
+    spare: int
 
 
 def documents_of(row: str, length: int, *, seed: int = 17) -> tuple[Interval, ...]:
@@ -104,6 +117,10 @@ class Sides:
             return Run(self.timed(attention, held, together=True))
         return self._made[name].run(self)
 
+    def memory(self, name: str) -> Memory:
+        """Of a strategy that has run."""
+        return self._made[name].memory(self)
+
     def _peer(self, name: str) -> tuple[Attention, tuple[Interval, ...]]:
         share = self.length // self.world
         if name == "DeepSpeed":
@@ -112,15 +129,19 @@ class Sides:
 
     def timed(self, attention: Attention, held: tuple[Interval, ...], *, together: bool) -> float:
         """CPU seconds of this rank's part of the row."""
-        mine = positions(held)
-        q, k, v, grad = (tensor[:, mine] for tensor in self._row())
-        q, k, v = (tensor.transpose(1, 2).requires_grad_() for tensor in (q, k, v))
+        q, k, v, grad = self.part(held)
         gc.collect()
         if together:
             dist.barrier()
         begin = time.process_time()
         attention(q, k, v).backward(grad)
         return time.process_time() - begin
+
+    def part(self, held: tuple[Interval, ...]) -> list[Tensor]:
+        """q, k and v, [1, heads, s, D], and the gradient of the output, [1, s, H, D]."""
+        mine = positions(held)
+        *inputs, grad = (tensor[:, mine] for tensor in self._row())
+        return [*(tensor.transpose(1, 2).requires_grad_() for tensor in inputs), grad]
 
     def _row(self) -> list[Tensor]:
         """q, k, v and the gradient of the output, [1, S, heads, D]."""
@@ -144,6 +165,18 @@ class _Ours:
         seconds = sides.timed(self._attend, self.held, together=self.name != "local")
         self.kernel.on = False
         return Run(seconds, self.kernel.pairs, sum(self.strategy.sent().values()) - before, self.formula)
+
+    def memory(self, sides: Sides) -> Memory:
+        """The figure: local q, k, v, out and lse are saved; beside the inputs there are at most out, lse and, of keys and
+        values, all (allgather, needed_only) or two blocks (ring); ulysses and hybrid have q, k, v of their heads instead."""
+        q, k, v, _ = sides.part(self.held)
+        inputs, lse = q.nbytes + k.nbytes + v.nbytes, q.nbytes // HEAD_DIM
+        blocks = {"allgather": sides.world, "needed_only": sides.world, "ring": 2, "hybrid": 2}
+        kv = blocks.get(self.name, 0) * (k.nbytes + v.nbytes) + (inputs if self.name in ("ulysses", "hybrid") else 0)
+        attend = partial(self.strategy.attend, spec=Spec(SCALE), sharding=self.sharding)
+        found = held_by(attend, q, k, v)
+        out = q.nbytes + lse
+        return Memory(found.saved, inputs + out, found.most, out + kv, q.nbytes + 4 * lse)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return self.strategy.attend(q, k, v, Spec(SCALE), self.sharding).transpose(1, 2).contiguous()

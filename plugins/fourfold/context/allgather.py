@@ -3,7 +3,8 @@
 Cheap where K is small beside H. Sent by a rank for a layer, with kv = 2 B K S D elements, e bytes each, sums of a bytes:
     forward   (P-1)/P kv e
     backward  (P-1)/P kv (e + a): gathered again rather than kept, then dK and dV are reduced and scattered
-Held beside the own shard while a layer computes: its kv, twice while it is put in order; backward dK and dV too, in fp32.
+Held beside the own shard while a layer computes: its kv, once; backward dK and dV too, in fp32. Both have the tokens
+outermost, [P s, 2, B, K, D], so that what is gathered, and what is scattered, lies in order of the ranks as it is.
 """
 
 from typing import Any, ClassVar
@@ -14,7 +15,7 @@ from torch import Tensor
 from fourfold.context.comm import Comm
 from fourfold.context.kernels.kernel import Kernel, Rows, Spec, attend, attend_backward, wide
 from fourfold.context.sharding import Sharding, everything, held_by
-from fourfold.context.strategy import AttentionShape, OneGroup, Options, concatenated
+from fourfold.context.strategy import AttentionShape, OneGroup, Options
 
 
 class AllGather(OneGroup):
@@ -45,8 +46,7 @@ class _AllGatherAttention(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, comm: Comm, kernel: Kernel, rows: Rows, spec: Spec
     ) -> Tensor:
-        keys, values = _gathered(k, v, comm=comm, purpose="kv")
-        found = attend(kernel, q, keys, values, rows, spec)
+        found = attend(kernel, q, *_apart(_gathered(k, v, comm=comm, purpose="kv")), rows, spec)
         out = found.out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, found.lse)
         ctx.rest = (comm, kernel, rows, spec)
@@ -56,15 +56,24 @@ class _AllGatherAttention(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         q, k, v, out, lse = ctx.saved_tensors
         comm, kernel, rows, spec = ctx.rest
-        keys, values = _gathered(k, v, comm=comm, purpose="kv_backward")
-        d_q = torch.zeros(q.shape, dtype=wide(q.dtype), device=q.device)
-        d_k, d_v = (torch.zeros(keys.shape, dtype=wide(q.dtype), device=q.device) for _ in range(2))
-        attend_backward(kernel, grads[0], q, keys, values, out, lse, rows, spec, into=(d_q, d_k, d_v))
-        parts = [torch.stack(part) for part in zip(d_k.chunk(comm.size, 2), d_v.chunk(comm.size, 2), strict=True)]
-        mine = comm.reduce_scatter(parts, purpose="d_kv_backward")
-        return d_q.to(q.dtype), mine[0].to(q.dtype), mine[1].to(q.dtype), None, None, None, None
+        kv = _gathered(k, v, comm=comm, purpose="kv_backward")
+        d_q, d_kv = (torch.zeros(t.shape, dtype=wide(q.dtype), device=q.device) for t in (q, kv))
+        attend_backward(kernel, grads[0], q, *_apart(kv), out, lse, rows, spec, into=(d_q, *_apart(d_kv)))
+        d_k, d_v = _apart(comm.summed(d_kv, purpose="d_kv_backward"))
+        return d_q.to(q.dtype), d_k.to(q.dtype), d_v.to(q.dtype), None, None, None, None
 
 
-def _gathered(k: Tensor, v: Tensor, *, comm: Comm, purpose: str) -> tuple[Tensor, Tensor]:
-    parts = comm.all_gather(torch.stack((k, v)), purpose=purpose)
-    return concatenated([part[0] for part in parts]), concatenated([part[1] for part in parts])
+def _gathered(k: Tensor, v: Tensor, *, comm: Comm, purpose: str) -> Tensor:
+    """k and v [B, K, s, D] of all ranks, as [P s, 2, B, K, D]."""
+    rows, kv_heads, tokens, size = k.shape
+    kv = k.new_empty(comm.size * tokens, 2, rows, kv_heads, size)
+    for mine, value in zip(_apart(comm.own(kv)), (k, v), strict=True):
+        mine.copy_(value)
+    comm.fill(kv, purpose=purpose)
+    return kv
+
+
+def _apart(kv: Tensor) -> tuple[Tensor, Tensor]:
+    """[S, 2, B, K, D] -> twice [B, K, S, D], views."""
+    k, v = kv.permute(1, 2, 3, 0, 4)
+    return k, v

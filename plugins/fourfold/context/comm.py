@@ -22,20 +22,34 @@ class Comm:
 
     def all_gather(self, x: Tensor, *, purpose: str) -> list[Tensor]:
         """x of every rank, in rank order: [size][*x.shape], views of one tensor."""
-        if self.size == 1:
-            return [x]
-        gathered = x.new_empty((self.size, *x.shape))
-        self.sent[purpose] += x.nbytes * (self.size - 1)
-        dist.all_gather(list(gathered.unbind(0)), x.contiguous(), group=self.group)
-        return list(gathered.unbind(0))
+        whole = x.new_empty((self.size, *x.shape))
+        self.own(whole)[0].copy_(x)
+        self.fill(whole, purpose=purpose)
+        return list(whole.unbind(0))
 
     def reduce_scatter(self, parts: Sequence[Tensor], *, purpose: str) -> Tensor:
         """The sum over ranks of their part for this rank; `parts` has one for each."""
+        return self.summed(torch.stack(list(parts)), purpose=purpose)[0]
+
+    def own(self, whole: Tensor) -> Tensor:
+        """This rank's of the equal parts of `whole` along its first dimension; a view."""
+        return whole.chunk(self.size)[self.rank]
+
+    def fill(self, whole: Tensor, *, purpose: str) -> None:
+        """A gather in place: every rank has put its `own` part into `whole` and gets all others."""
         if self.size == 1:
-            return parts[0]
-        mine = torch.empty_like(parts[self.rank], memory_format=torch.contiguous_format)
+            return
+        mine = self.own(whole)
         self.sent[purpose] += mine.nbytes * (self.size - 1)
-        dist.reduce_scatter(mine, [part.contiguous() for part in parts], group=self.group)
+        dist.all_gather_single(whole, mine, group=self.group)
+
+    def summed(self, whole: Tensor, *, purpose: str) -> Tensor:
+        """The sum over ranks of this rank's `own` part of `whole`."""
+        if self.size == 1:
+            return whole
+        mine = torch.empty_like(self.own(whole))
+        self.sent[purpose] += mine.nbytes * (self.size - 1)
+        dist.reduce_scatter_single(mine, whole, group=self.group)
         return mine
 
     def all_to_all(
@@ -70,14 +84,16 @@ class Comm:
 
 
 class Shift:
-    """On its way; what is sent has to stay until it has arrived."""
+    """On its way; what is sent has to stay until it has arrived, and no longer."""
 
     def __init__(self, works: list[dist.Work], *, sent: Tensor, received: Tensor) -> None:
-        self._works, self._sent, self._received = works, sent, received
+        self._works, self._received = works, received
+        self._sent: Tensor | None = sent
 
     def wait(self) -> Tensor:
         for work in self._works:
             work.wait()
+        self._works, self._sent = [], None
         return self._received
 
 

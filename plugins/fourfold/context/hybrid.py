@@ -22,6 +22,7 @@ from fourfold.context.ring import Ring
 from fourfold.context.sharding import Sharding
 from fourfold.context.strategy import AttentionShape, ContextStrategy, Options
 from fourfold.context.ulysses import Split, Ulysses, head_split, over_heads
+from fourfold.groups import new_group
 
 Outer = type[Ring] | type[AllGather]
 OUTER: dict[str, Outer] = {"ring": Ring, "allgather": AllGather}
@@ -38,8 +39,8 @@ class Hybrid(ContextStrategy):
         self._inner_size = inner_size(cp_size=len(ranks), heads=heads, kv_heads=kv_heads, options=options)
         outer, inner = divmod(dist.get_rank(group), self._inner_size)
         first = outer * self._inner_size
-        self._inner = Comm(_group(ranks[first : first + self._inner_size]))
-        members = _group(ranks[inner :: self._inner_size])
+        self._inner = Comm(new_group(ranks[first : first + self._inner_size], like=group))
+        members = new_group(ranks[inner :: self._inner_size], like=group)
         self._outer = OUTER[options["outer"]](members, kernel=kernel, heads=heads, kv_heads=kv_heads, options=options)
 
     @classmethod
@@ -88,13 +89,6 @@ def inner_size(*, cp_size: int, heads: int, kv_heads: int, options: Options) -> 
     if options["ulysses_size"] != "auto":
         return int(options["ulysses_size"])
     return max(size for size in range(1, min(cp_size, kv_heads) + 1) if cp_size % size == 0)
-
-
-def _group(ranks: list[int]) -> dist.ProcessGroup:
-    """Only its members take part."""
-    made = dist.new_group(ranks, use_local_synchronization=True)
-    assert isinstance(made, dist.ProcessGroup), made
-    return made
 
 
 def _evenly(held: tuple[Interval, ...], *, parts: int) -> Iterator[tuple[Interval, ...]]:

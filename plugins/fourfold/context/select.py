@@ -47,8 +47,15 @@ def splitter(
     if not is_ours(config, model_config=model_config, device=device):
         return lambda batch: batch
     strategy = build(config, model_config=model_config, group=group, device=device)
-    parts = sequence_parts(config)
-    return Splitter(strategy, group=group, balance=config.attention.balance, device=device, parts=parts)
+    data_size = dist.get_world_size() // (config.cp_size * config.tp_size * config.pp_size)
+    return Splitter(
+        strategy,
+        group=group,
+        balance=config.attention.balance,
+        device=device,
+        compared=config.global_batch_size // (config.micro_batch_size * data_size),
+        parts=sequence_parts(config),
+    )
 
 
 def sequence_parts(config: TrainConfig) -> int:
@@ -161,16 +168,19 @@ def build(config: TrainConfig, *, model_config: Any, group: dist.ProcessGroup, d
 
 
 def choose_kernel(config: TrainConfig, *, model_config: Any, device: torch.device) -> Kernel:
-    """The fused one of the device, or plain products for what it has not: a soft-cap, and fp32 on a GPU."""
-    if getattr(model_config, "attn_logit_softcapping", None) is not None:
-        return PlainKernel()
-    if device.type != "cpu" and config.precision is Precision.fp32:
-        return PlainKernel()
+    """The fused one of the device, flash-attn's where it is installed. Plain products for what those have not: a soft-cap,
+    fp32 on a GPU, odd heads. (Not FlexAttention, which is nothing without a compiler; none is wanted here.)"""
+    capped = getattr(model_config, "attn_logit_softcapping", None) is not None
     if device.type == "cpu":
-        return CpuKernel()
+        return PlainKernel() if capped else CpuKernel()
+    size = head_dim(model_config)
+    if config.precision is Precision.fp32 or size % 8 or size > 256:
+        return PlainKernel()
     from fourfold.context.kernels.cuda import CudaKernel
+    from fourfold.context.kernels.flash import installed
 
-    return CudaKernel()
+    flash = installed(torch.cuda.get_device_capability(device)[0])
+    return flash or (PlainKernel() if capped else CudaKernel())
 
 
 def described(config: TrainConfig, *, model_config: Any) -> str:

@@ -15,7 +15,10 @@ PADDED = {"input_ids": 0, "labels": -100, "position_ids": 0, "document_ids": -1}
 
 
 class Splitter:
-    """Called on all cp ranks with the same rows. The labels are shifted already, so that no border loses a target."""
+    """Called on all cp ranks with the same rows. The labels are shifted already, so that no border loses a target.
+
+    The ranks compare the rows of the first `compared` calls: those of the first update.
+    """
 
     def __init__(
         self,
@@ -24,17 +27,19 @@ class Splitter:
         group: dist.ProcessGroup,
         balance: str,
         device: torch.device,
+        compared: int,
         parts: int = 1,
     ) -> None:
         """A rank's tokens will be cut into `parts` once more, by tensor parallelism."""
         self._strategy, self._group, self._balance, self._device = strategy, group, balance, device
         self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
         self._parts = parts
-        self._checked = self._size == 1
+        self._to_compare = compared if self._size > 1 else 0
 
     def __call__(self, batch: dict[str, Tensor]) -> dict[str, Any]:
         """Columns [B, S] -> [B, S/P] of this rank and `context`; S is filled up to what P needs first."""
-        if not self._checked:
+        if self._to_compare > 0:
+            self._to_compare -= 1
             self._refuse_other_rows(batch)
         length = batch["input_ids"].shape[1]
         padding = -length % unit(self._size, parts=self._parts)
@@ -54,7 +59,7 @@ class Splitter:
         return {**part, "context": Context(self._strategy, Sharding(tuple(rows)), last)}
 
     def _refuse_other_rows(self, batch: dict[str, Tensor]) -> None:
-        """Once: ranks that read different rows would exchange what does not belong together, or wait for ever."""
+        """Ranks that read different rows would exchange what does not belong together, or wait for ever."""
         weights = torch.arange(1, batch["input_ids"].numel() + 1)
         mine = torch.stack([(values.flatten() * weights).sum() for _, values in sorted(batch.items())]).to(self._device)
         everywhere = [torch.empty_like(mine) for _ in range(self._size)]
@@ -66,4 +71,3 @@ class Splitter:
                 f"ranks {ranks[0]} and {ranks[others[0]]} of one context-parallel group read different rows or document "
                 f"borders: they need the same data, tokenizer and cache"
             )
-        self._checked = True

@@ -6,11 +6,10 @@ A rank holds q[B, H, S/P, D], k and v[B, K, S/P, D] of its own positions (balanc
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -95,8 +94,3 @@ class OneGroup(ContextStrategy):
 def unit(cp_size: int, *, parts: int = 1) -> int:
     """Rows are padded to a multiple of it: two chunks for each rank, and a rank's tokens divide into `parts`."""
     return math.lcm(2 * cp_size if cp_size > 1 else 1, cp_size * parts)
-
-
-def concatenated(parts: Sequence[Tensor]) -> Tensor:
-    """Along the tokens: [B, K, s, D] of each rank -> [B, K, P s, D]."""
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=2)

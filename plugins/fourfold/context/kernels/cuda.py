@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fourfold.context.kernels.kernel import Spec
+from fourfold.context.kernels.plain import PlainKernel
 from fourfold.context.rectangles import Rectangle
 
 
@@ -18,7 +19,9 @@ class CudaKernel:
     name = "torch's FlashAttention"
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, one: Rectangle, spec: Spec) -> tuple[Tensor, Tensor]:
-        left, right = _window(one, spec)
+        if outnumbered(one):
+            return PlainKernel().forward(q, k, v, one, spec)
+        left, right = window_of(one, spec)
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
             *(tensor.transpose(1, 2) for tensor in (q, k, v)),
             None,
@@ -37,7 +40,9 @@ class CudaKernel:
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, one: Rectangle, spec: Spec
     ) -> tuple[Tensor, Tensor, Tensor]:
-        left, right = _window(one, spec)
+        if outnumbered(one):
+            return PlainKernel().backward(grad, q, k, v, out, lse, one, spec)
+        left, right = window_of(one, spec)
         nothing = torch.zeros(2, dtype=torch.uint64, device=q.device)  # the random state of a dropout that there is not
         found = torch.ops.aten._flash_attention_backward(
             *(tensor.transpose(1, 2).contiguous() for tensor in (grad, q, k, v, out)),
@@ -58,7 +63,15 @@ class CudaKernel:
         return d_q, d_k, d_v
 
 
-def _window(one: Rectangle, spec: Spec) -> tuple[int | None, int | None]:
+def outnumbered(one: Rectangle) -> bool:
+    """Whether the band has more queries than keys. FlashAttention-2 shortens what of a window reaches over all keys to
+    their number (set_params_fprop in its flash_api.cpp), which would then hide keys from the first queries. Such bands are
+    small, BAND_TILE x BAND_TILE pairs at most, so that plain products serve."""
+    return one.kind == "band" and one.q1 - one.q0 > one.k1 - one.k0
+
+
+def window_of(one: Rectangle, spec: Spec) -> tuple[int | None, int | None]:
+    """(left, right) of FlashAttention's window, the last query being aligned with the last key."""
     if one.kind != "band":
         return None, None
     assert spec.window is not None

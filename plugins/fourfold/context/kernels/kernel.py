@@ -64,10 +64,11 @@ class Partial:
         return cls(torch.zeros(q.shape, dtype=lse.dtype, device=q.device), lse, owned=True)
 
     def widened(self) -> "Partial":
-        """Ready to be added to. What a kernel returned is copied: selective checkpointing keeps it as it was."""
-        if self.owned:
-            return self
-        return Partial(self.out.to(self.lse.dtype, copy=True), self.lse.clone(), owned=True)
+        """Itself, ready to be added to. What a kernel returned is copied, as selective checkpointing keeps it as it was, and
+        let go of."""
+        if not self.owned:
+            self.out, self.lse, self.owned = self.out.to(self.lse.dtype, copy=True), self.lse.clone(), True
+        return self
 
     def merge(self, rows: slice, queries: slice, out: Tensor, lse: Tensor) -> None:
         before, after = self.lse[rows, :, queries], lse.to(self.lse.dtype)
@@ -75,7 +76,7 @@ class Partial:
         finite = total.masked_fill(total == float("-inf"), 0.0)
         target = self.out[rows, :, queries]
         target.mul_((before - finite).exp_().unsqueeze(-1))
-        target.add_(out * (after - finite).exp_().unsqueeze(-1))
+        target.addcmul_(out, (after - finite).exp_().unsqueeze(-1))  # without a weighted copy of `out`
         self.lse[rows, :, queries] = total
 
 
@@ -94,8 +95,9 @@ def attend(
     partial = Partial.empty(q) if into is None else into.widened()
     for taken, one in calls:
         queries, keys = slice(one.q0, one.q1), slice(one.k0, one.k1)
-        out, lse = kernel.forward(q[taken, :, queries], k[taken, :, keys], v[taken, :, keys], one, spec)
-        partial.merge(taken, queries, out, lse)
+        found = kernel.forward(q[taken, :, queries], k[taken, :, keys], v[taken, :, keys], one, spec)
+        partial.merge(taken, queries, *found)
+        del found  # before the next one is made
     return partial
 
 
@@ -128,6 +130,7 @@ def attend_backward(
         )
         for target, where, value in zip((d_q, d_k, d_v), (queries, keys, keys), found, strict=True):
             target[taken, :, where] += value
+        del found, value
 
 
 def gradients(
