@@ -159,7 +159,8 @@ class TrainingLoop:
         if counts.targets == 0:
             self._reporter.say(f"update {step}: no target in the whole global batch; skipped, weights unchanged")
             return math.nan, math.nan, rate
-        seed_everything(self._config.seed + step, rank=self._rank_of_tokens())
+        rank = rank_of_tokens(self._mesh, sequence_parallel=self._config.tensor.sequence_parallel)
+        seed_everything(self._config.seed + step, rank=rank)
         losses = self._engine.forward_backward(list(map(self._split, update.micro_batches)), targets=counts.targets)
         everywhere = self._gather(losses)
         self._refuse_infinite_loss(everywhere, step=step)
@@ -170,13 +171,6 @@ class TrainingLoop:
                 f"checkpoint written; the newest is from before. Lower optim.learning_rate, or use precision=fp32."
             )
         return everywhere.sum().item() / counts.targets, norm, rate
-
-    def _rank_of_tokens(self) -> int:
-        """Equal on ranks that hold copies of the same hidden states, so that their dropout is."""
-        rank = dist.get_rank(self._mesh.loss_group)
-        if self._config.tensor.sequence_parallel:
-            rank += dist.get_rank(self._mesh.axis_groups["tp"]) * dist.get_world_size(self._mesh.loss_group)
-        return rank
 
     def _gather(self, losses: Tensor) -> Tensor:
         """losses[M] of each rank -> [ranks, M], float64."""
@@ -246,6 +240,14 @@ class TrainingLoop:
     @staticmethod
     def _due(every: int, progress: Progress) -> bool:
         return every > 0 and progress.step % every == 0
+
+
+def rank_of_tokens(mesh: Mesh, *, sequence_parallel: bool) -> int:
+    """Equal on ranks that hold copies of the same hidden states, so that their dropout is, and on no others."""
+    rank = dist.get_rank(mesh.loss_group)
+    if sequence_parallel:
+        rank += dist.get_rank(mesh.axis_groups["tp"]) * dist.get_world_size(mesh.loss_group)
+    return rank
 
 
 def evaluate_loss(batches: Iterable[dict[str, Tensor]], *, engine: ZeroEngine, mesh: Mesh) -> tuple[float, int]:

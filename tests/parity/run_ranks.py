@@ -1,6 +1,8 @@
 """Whole runs (fourfold.train.train) on ranks of the pool."""
 
 import json
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,13 @@ def metrics(output_dir: Path, key: str) -> dict[int, Any]:
     """{step: value} of metrics.jsonl; a step that was run twice counts last."""
     lines = [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
     return {line["step"]: line[key] for line in lines if key in line}
+
+
+def run_and_listen(rank: int, *, overrides: list[str]) -> str:
+    """What a run printed."""
+    with redirect_stdout(StringIO()) as said:
+        assert whole_run(rank, overrides=overrides) == 0
+    return said.getvalue()
 
 
 def refused_run(rank: int, *, overrides: list[str]) -> str:

@@ -1,5 +1,6 @@
 """What one rank does in the tests of tensor parallelism without DeepSpeed."""
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -8,7 +9,10 @@ from torch import Tensor, nn
 
 from fourfold.context.attention import IMPLEMENTATION, register
 from fourfold.context.select import splitter
-from fourfold.mesh import neighbours
+from fourfold.device import seed_everything
+from fourfold.layout import Layout
+from fourfold.loop import rank_of_tokens
+from fourfold.mesh import build_mesh, neighbours
 from fourfold.model.build import CausalLMLoss, final_softcap
 from fourfold.schema import TensorConfig, TrainConfig
 from fourfold.slices import Slice
@@ -19,6 +23,7 @@ from fourfold.tensor.head import VocabParallelLossHead
 from fourfold.tensor.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from fourfold.tensor.regions import Block
 from tests.families import family_model
+from tests.parity.zero_ranks import build, micro_batches
 
 
 def world() -> dist.ProcessGroup:
@@ -137,3 +142,32 @@ def family_gradients(
             gradients = {key: gradient(parameter) for key, parameter in hf.named_parameters()}
             found.append({"loss": loss.item(), "gradients": gradients, "sent": dict(tensor.sent)})
     return found
+
+
+def tied_through_a_run(rank: int, *, folder: Path, config: TrainConfig, steps: list[dict[str, Tensor]]) -> bool:
+    """Whether head and embedding are one parameter with one and the same values at the start and after each update."""
+    engine, mesh = build(rank, folder=folder, config=config, layout=Layout(tp_size=dist.get_world_size()))
+    hf: Any = engine.module.model
+    always = True
+    for batch in [None, *steps]:
+        if batch is not None:
+            targets = int((batch["labels"] != -100).sum())
+            engine.forward_backward(micro_batches(batch, mesh=mesh, count=1), targets=targets)
+            engine.step(learning_rate=1e-2)
+        always &= hf.lm_head.weight is hf.model.embed_tokens.weight
+        always &= "lm_head.weight" not in engine.shapes()
+    return always
+
+
+def dropped(rank: int, *, layout: Layout, tensor: TensorConfig, batch: dict[str, Tensor]) -> list[Tensor]:
+    """What the first dropout between the blocks let through, on each rank: booleans of its hidden states."""
+    mesh = build_mesh(layout, device_type="cpu")
+    hf = family_model("phi3", resid_pdrop=0.5)
+    module, _ = cut_model(hf, settings=tensor)
+    seen: list[Tensor] = []
+    hf.model.layers[0].resid_attn_dropout.register_forward_hook(lambda _, __, out: seen.append(out != 0))
+    config = TrainConfig(name="dropped", tp_size=layout.tp_size, tensor=tensor)
+    split = splitter(config, model_config=hf.config, group=mesh.axis_groups["cp"], device=torch.device("cpu"))
+    seed_everything(0, rank=rank_of_tokens(mesh, sequence_parallel=tensor.sequence_parallel))
+    module(**split(batch))
+    return all_of(seen[0])

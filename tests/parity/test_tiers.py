@@ -15,6 +15,9 @@ TIERS = sorted(path.stem for path in (RECIPES / "tier").glob("*.yaml") if path.s
 # Adam divides a gradient near 0 by its own size: of 2M elements one or two differ as much when one process merely takes
 # another attention kernel (1.7e-5). A step is 3e-3.
 ROUNDING = 5e-5
+# So does the norm of the third update, the spike of this run: 3e-6 when one process merely takes another chunk of the loss,
+# 1.4e-5 when products are summed over ranks. With SGD both are 1e-7, as at the first update.
+SPIKE = {"tensor": 3e-5}
 
 
 def overrides(cache: Path, output: Path, *more: str) -> list[str]:
@@ -35,7 +38,8 @@ def test_tier_equals_one_process(ranks: RankPool, one_process: tuple[Path, Path]
     world, debug = (4, ["debug=cpu_hsdp"]) if tier == "hsdp" else (2, [])
     assert ranks.run(world, whole_run, overrides=overrides(cache, tmp_path, f"tier={tier}", *debug)) == [0] * world
     for key in ("train/loss", "train/grad_norm", "eval/loss"):
-        assert metrics(tmp_path, key) == pytest.approx(metrics(truth, key), rel=1e-5), key
+        rel = SPIKE.get(tier, 1e-5) if key == "train/grad_norm" else 1e-5
+        assert metrics(tmp_path, key) == pytest.approx(metrics(truth, key), rel=rel), key
     for key in ("train/tokens", "train/targets", "train/learning_rate", "eval/targets"):
         assert metrics(tmp_path, key) == metrics(truth, key), key
     ours, theirs = (load_file(folder / "export" / "model.safetensors") for folder in (tmp_path, truth))
