@@ -3,20 +3,25 @@
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from fourfold.activation import checkpointing
+from fourfold.groups import new_group
 from fourfold.mesh import Mesh, Mpu, neighbours
-from fourfold.model.build import CausalLMLoss, final_softcap
+from fourfold.model.build import CausalLMLoss, LossHead, final_softcap
 from fourfold.model.load import MakeParameter, load
 from fourfold.model.weights import Weights
+from fourfold.pipeline.cut import Cut, keep, stages_of_model, untie
+from fourfold.pipeline.driver import Hidden, Pipeline
+from fourfold.pipeline.schedules import SCHEDULES
 from fourfold.schema import TrainConfig
 from fourfold.tensor.apply import apply as apply_tensor
 from fourfold.tensor.cuts import Heads
 from fourfold.tensor.group import TensorGroup
 from fourfold.tensor.head import VocabParallelLossHead
 from fourfold.zero import deepspeed_internals as internals
-from fourfold.zero.engine import ZeroEngine
+from fourfold.zero.engine import Tied, ZeroEngine
 from fourfold.zero.optimizer import build_optimizer
 from fourfold.zero.settings import deepspeed_json
 
@@ -24,18 +29,66 @@ from fourfold.zero.settings import deepspeed_json
 def parallelize(model: Any, weights: Weights, *, config: TrainConfig, mesh: Mesh, device: torch.device) -> ZeroEngine:
     """Collective over the mesh. `model` is a causal LM on meta; each rank reads only the slices that it keeps."""
     internals.quiet_start(device)
+    cut = _cut_into_stages(model, config=config, mesh=mesh)
     tensor = _cut_over_tensor_ranks(model, config=config, mesh=mesh)
-    checkpointing.apply(model, config.activation)
+    if cut:
+        untie(model, cut)
+    checkpointing.apply(model, config.activation, ranges=cut.layers if cut else None)
     load(model, weights, device=device, make_partitioned=_partitioned(config, mesh=mesh))
-    names = dict(model.named_parameters())
-    module = CausalLMLoss(
-        model, chunk_size=config.loss.chunk_size, head=_head(model, config=config, tensor=tensor) if tensor else None
+    names = {getattr(parameter, "stored_as", name): parameter for name, parameter in model.named_parameters()}
+    if cut is None or cut.last:
+        model.lm_head = _head(model, config=config, tensor=tensor, twice=_splits_backward(config, mesh=mesh))
+    module: nn.Module = nn.ModuleList(stages_of_model(model, cut)) if cut else CausalLMLoss(model)
+    engine = ZeroEngine(
+        module,
+        names=names,
+        optimizer=build_optimizer(module, optim=config.optim),
+        config=config,
+        mesh=mesh,
+        device=device,
+        pipeline=_pipeline(module, cut, model=model, config=config, mesh=mesh, device=device) if cut else None,
+        tied=_tied(names, cut, model=model, mesh=mesh) if cut else None,
     )
-    optimizer = build_optimizer(module, optim=config.optim)
-    engine = ZeroEngine(module, names=names, optimizer=optimizer, config=config, mesh=mesh, device=device)
     if weights.exceeds(next(iter(names.values())).dtype):
         _sharpen_masters(engine, weights)
     return engine
+
+
+def _cut_into_stages(model: Any, *, config: TrainConfig, mesh: Mesh) -> Cut | None:
+    ranks = mesh.layout.pp_size
+    if ranks == 1:
+        return None
+    rank = dist.get_rank(mesh.axis_groups["pp"])
+    cut = Cut.of(config.pipeline, model_config=model.config, rank=rank, ranks=ranks)
+    keep(model, cut)
+    if config.zero.stage == 3:
+        internals.let_stages_differ()
+    return cut
+
+
+def _pipeline(module: Any, cut: Cut, *, model: Any, config: TrainConfig, mesh: Mesh, device: torch.device) -> Pipeline:
+    return Pipeline(
+        list(module),
+        cut.stages,
+        total=cut.total,
+        group=mesh.axis_groups["pp"],
+        settings=config.pipeline,
+        hidden=Hidden(
+            width=model.config.hidden_size,
+            dtype=model.dtype,
+            parts=mesh.layout.tp_size if config.tensor.sequence_parallel else 1,
+        ),
+        device=device,
+    )
+
+
+def _tied(names: dict[str, nn.Parameter], cut: Cut, *, model: Any, mesh: Mesh) -> Tied | None:
+    """Of a rank with one of two copies of the tied matrix."""
+    if not model.config.tie_word_embeddings or cut.first == cut.last:
+        return None
+    group = mesh.axis_groups["pp"]
+    ranks = dist.get_process_group_ranks(group)
+    return Tied(names["model.embed_tokens.weight"], new_group([ranks[0], ranks[-1]], like=group))
 
 
 def _cut_over_tensor_ranks(model: Any, *, config: TrainConfig, mesh: Mesh) -> TensorGroup | None:
@@ -49,16 +102,22 @@ def _cut_over_tensor_ranks(model: Any, *, config: TrainConfig, mesh: Mesh) -> Te
         tensor=tensor,
         copies_group=neighbours(group, size=copies) if copies > 1 else None,
         plan=config.tensor.plan,
-        overlap=config.tensor.overlap
-        and config.zero.stage < 3,  # stage 3 lets go of a weight before its gradient is there
+        # stage 3 lets go of a weight before its gradient is there; a backward pass in two halves would send twice
+        overlap=config.tensor.overlap and config.zero.stage < 3 and not _splits_backward(config, mesh=mesh),
         regather=config.tensor.regather,
     )
     return tensor
 
 
-def _head(model: Any, *, config: TrainConfig, tensor: TensorGroup) -> VocabParallelLossHead:
+def _head(model: Any, *, config: TrainConfig, tensor: TensorGroup | None, twice: bool) -> nn.Module:
     softcap, chunk_size = final_softcap(model.config), config.loss.chunk_size
-    return VocabParallelLossHead(model.lm_head, tensor=tensor, softcap=softcap, chunk_size=chunk_size)
+    if tensor is None:
+        return LossHead(model.lm_head, softcap=softcap, chunk_size=chunk_size, twice=twice)
+    return VocabParallelLossHead(model.lm_head, tensor=tensor, softcap=softcap, chunk_size=chunk_size, twice=twice)
+
+
+def _splits_backward(config: TrainConfig, *, mesh: Mesh) -> bool:
+    return mesh.layout.pp_size > 1 and SCHEDULES[config.pipeline.schedule].splits_backward
 
 
 def _sharpen_masters(engine: ZeroEngine, weights: Weights) -> None:

@@ -185,6 +185,15 @@ class AttentionConfig:
 
 
 @dataclass
+class PipelineConfig:
+    """Pipeline parallelism (pp_size > 1). An update's micro-batches are those of the schedule."""
+
+    schedule: str = "1f1b"  # gpipe | 1f1b | looped_bfs | interleaved_1f1b | zero_bubble | zbv | dualpipe_v
+    virtual_stages: int | None = None  # a rank; None: 1, or 2 for schedules that loop or go in a V
+    split: list[int] | None = None  # layers of each stage; None: balanced, head and embedding counted
+
+
+@dataclass
 class TensorConfig:
     """Tensor parallelism (tp_size > 1)."""
 
@@ -266,6 +275,7 @@ class TrainConfig:
     optim: OptimConfig = field(default_factory=OptimConfig)
     zero: ZeroConfig = field(default_factory=ZeroConfig)
     tensor: TensorConfig = field(default_factory=TensorConfig)
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     attention: AttentionConfig = field(default_factory=AttentionConfig)
     activation: ActivationConfig = field(default_factory=ActivationConfig)
     tracker: TrackerConfig = field(default_factory=TrackerConfig)

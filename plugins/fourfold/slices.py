@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 Ranges = tuple[tuple[int, int], ...]  # [first, last) each, in the order in which they are held
-MARKS = ("tensor_slice", "tensor_model_parallel", "partition_dim", "partition_stride", "summed_over")
+MARKS = ("tensor_slice", "tensor_model_parallel", "partition_dim", "partition_stride", "summed_over", "stored_as")
 
 
 @dataclass(frozen=True)

@@ -119,8 +119,8 @@ def cut_model(hf: Any, *, settings: TensorConfig, overlap: bool | None = None) -
         regather=settings.regather,
     )
     softcap = final_softcap(hf.config)
-    head = VocabParallelLossHead(hf.lm_head, tensor=tensor, softcap=softcap, chunk_size=7)
-    return CausalLMLoss(hf, head=head), tensor
+    hf.lm_head = VocabParallelLossHead(hf.lm_head, tensor=tensor, softcap=softcap, chunk_size=7)
+    return CausalLMLoss(hf), tensor
 
 
 def family_gradients(

@@ -27,17 +27,17 @@ from tests.reference import batches
 
 
 def gather(engine: ZeroEngine, buffers: list[Any], *, mesh: Mesh) -> dict[str, Tensor]:
-    """Whole tensors by name from the fragments of all ranks of the shard group and of the tp ranks; every element exactly
+    """Whole tensors by name from the fragments of all ranks of the shard group, of the tp and the pp ranks; every element exactly
     once, and copies that several ranks keep are equal bit by bit."""
     held = _held(engine, buffers, mesh=mesh)
-    everywhere: list[Any] = [None] * mesh.layout.tp_size
-    dist.all_gather_object(everywhere, held, group=mesh.axis_groups["tp"])
+    everywhere: list[Any] = [None] * dist.get_world_size(mesh.model_group)
+    dist.all_gather_object(everywhere, held, group=mesh.model_group)
     whole = {}
-    for name in held:
+    for name in dict.fromkeys(name for rank in everywhere for name in rank):
         slices: dict[Slice, Tensor] = {}
-        for part, values in (rank[name] for rank in everywhere):
+        for part, values in (rank[name] for rank in everywhere if name in rank):
             assert torch.equal(slices.setdefault(part, values), values), f"copies of {name} differ"
-        whole[name] = torch.full(held[name][0].shape, float("nan"))
+        whole[name] = torch.full(next(iter(slices)).shape, float("nan"))
         for part, values in slices.items():
             assert part.cut(whole[name])[: part.height].isnan().all(), f"{name} is kept twice"
             part.place(values, into=whole[name])
@@ -61,7 +61,7 @@ def _held(engine: ZeroEngine, buffers: list[Any], *, mesh: Mesh) -> dict[str, tu
 def build(rank: int, *, folder: Path, config: TrainConfig, layout: Layout) -> tuple[ZeroEngine, Mesh]:
     """Its `forward_backward` takes whole rows, of which each cp rank computes its part, as in the training loop."""
     engine, mesh = build_engine(folder=folder, config=config, layout=layout)
-    if layout.cp_size * layout.tp_size > 1:
+    if layout.cp_size * layout.tp_size * layout.pp_size > 1:
         parts, split = engine.forward_backward, split_rows(folder=folder, config=config, mesh=mesh)
 
         def forward_backward(micro_batches: list[dict[str, Tensor]], *, targets: int) -> Tensor:
@@ -77,7 +77,7 @@ def build_engine(*, folder: Path, config: TrainConfig, layout: Layout) -> tuple[
     source = ModelConfig(path=str(folder))
     model_config = read_config(folder, model=source)
     attention = attention_implementation(model_config, model=source)
-    if layout.cp_size * layout.tp_size > 1:
+    if layout.cp_size * layout.tp_size * layout.pp_size > 1:
         attention = IMPLEMENTATION
         register()
     hf = build_on_meta(model_config, dtype=dtype, attn_implementation=attention)
@@ -87,7 +87,7 @@ def build_engine(*, folder: Path, config: TrainConfig, layout: Layout) -> tuple[
 def split_rows(*, folder: Path, config: TrainConfig, mesh: Mesh) -> Callable[[dict[str, Tensor]], dict[str, Any]]:
     """From whole rows, with or without document_ids, to this cp rank's part."""
     split = splitter(
-        replace(config, cp_size=mesh.layout.cp_size, tp_size=mesh.layout.tp_size),
+        replace(config, **{f"{axis}_size": mesh.layout.size(axis) for axis in ("cp", "tp", "pp")}),
         model_config=read_config(folder, model=ModelConfig(path=str(folder))),
         group=mesh.axis_groups["cp"],
         device=torch.device("cpu"),

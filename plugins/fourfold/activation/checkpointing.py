@@ -99,8 +99,11 @@ def run(calls: Sequence[Call], hidden_states: Tensor) -> Tensor:
     return hidden_states
 
 
-def apply(model: PreTrainedModel, settings: ActivationConfig) -> None:
-    """Checkpoint the decoder layers of a Hugging Face causal LM in place; evaluation and no_grad run as before.
+def apply(
+    model: PreTrainedModel, settings: ActivationConfig, *, ranges: Sequence[tuple[int, int]] | None = None
+) -> None:
+    """Checkpoint the decoder layers of a Hugging Face causal LM in place; evaluation and no_grad run as before. `ranges`:
+    [first, last) of the layers that are called together, in a pipeline; stretches end with them.
 
     Raises ValueError when the model has no `model.layers`, checkpoints by itself already, or the settings do not fit it.
     """
@@ -109,15 +112,15 @@ def apply(model: PreTrainedModel, settings: ActivationConfig) -> None:
     problems = refusals(settings, num_layers=len(layers), attn_implementation=str(model.config._attn_implementation))
     if problems:
         raise ValueError("\n".join(problems))
-    sizes = stretch_sizes(len(layers), checkpointing=settings.checkpointing, every_n=settings.every_n)
     context_fn: Callable[[], Any] = noop_context_fn
     if settings.checkpointing == Checkpointing.selective:
         context_fn = partial(create_selective_checkpoint_contexts, keep_attention)
-    start = 0
-    for size in sizes:
-        Stretch(layers[start : start + size], context_fn=context_fn)
-        start += size
-    if max(sizes, default=1) > 1:
+    longest = 0
+    for begin, end in ranges or [(0, len(layers))]:
+        for size in stretch_sizes(end - begin, checkpointing=settings.checkpointing, every_n=settings.every_n):
+            Stretch(layers[begin : begin + size], context_fn=context_fn)
+            begin, longest = begin + size, max(longest, size)
+    if longest > 1:
         model.model.register_forward_pre_hook(refuse_hidden_states, with_kwargs=True)
 
 

@@ -28,10 +28,10 @@ BY_BYTES: tuple[type[ContextStrategy], ...] = (Ulysses, NeededOnly, Hybrid, Ring
 def is_ours(config: TrainConfig, *, model_config: Any, device: torch.device) -> bool:
     """Whether attention goes through a strategy of this package rather than one of transformers' implementations.
 
-    At cp_size=1 and tp_size=1 those are taken for a model with dropout in attention, and on a GPU unless attention=local is asked for:
+    Where no row and no model is spread over ranks those are taken for a model with dropout in attention, and on a GPU unless attention=local is asked for:
     its CUDA kernel is proven on no GPU yet.
     """
-    if config.cp_size > 1 or config.tp_size > 1 or config.attention.name == "local":
+    if config.cp_size * config.tp_size * config.pp_size > 1 or config.attention.name == "local":
         return True
     return config.model.attn_implementation == "auto" and device.type == "cpu" and not _dropout(model_config)
 
@@ -114,7 +114,7 @@ def refusals(config: TrainConfig, *, model_config: Any) -> Iterator[str]:
         if settings.name != "local" and (settings.name != "auto" or settings._target_ is not None):
             given = settings.name if settings.name != "auto" else settings._target_
             yield f"attention={given} spreads a row over ranks and cp_size=1: use cp_size=2 or more, or attention=auto."
-        if settings.name == "local" or config.tp_size > 1:
+        if settings.name == "local" or config.tp_size * config.pp_size > 1:
             yield from _other_attention(config, model_config=model_config)
         return
     yield from _other_attention(config, model_config=model_config)
@@ -140,13 +140,14 @@ def _other_attention(config: TrainConfig, *, model_config: Any) -> Iterator[str]
     if config.model.attn_implementation != "auto":
         yield (
             f"model.attn_implementation={config.model.attn_implementation} is transformers' own, which sees one rank's tokens "
-            f"only, and attention={config.attention.name} with cp_size={config.cp_size} tp_size={config.tp_size} is not: use "
+            f"only, and attention={config.attention.name} with cp_size={config.cp_size} tp_size={config.tp_size} "
+            f"pp_size={config.pp_size} is not: use "
             f"model.attn_implementation=auto."
         )
     if _dropout(model_config):
         yield (
             f"attention_dropout={_dropout(model_config)} of the model is in none of the attention strategies: set it to 0 in "
-            f"its config.json, or use attention=auto cp_size=1 tp_size=1."
+            f"its config.json, or use attention=auto cp_size=1 tp_size=1 pp_size=1."
         )
 
 

@@ -14,20 +14,22 @@ class LossHead(nn.Module):
     """Output projection and cross-entropy in one: hidden[B, S, D], labels[B, S] -> sum of token losses, fp32 scalar.
 
     Gradients are computed chunk by chunk in the forward pass, so that logits of one chunk of tokens exist at a time: by
-    torch's linear_cross_entropy, or by ours (cross_entropy.py) for what torch's has not: a final soft-cap (Gemma 2).
+    torch's linear_cross_entropy, or by ours (cross_entropy.py) for what torch's has not: a final soft-cap (Gemma 2), and
+    a backward pass that comes `twice`, for the input and for the weight.
     """
 
-    def __init__(self, head: nn.Linear, *, softcap: float | None, chunk_size: int | None) -> None:
+    def __init__(self, head: nn.Linear, *, softcap: float | None, chunk_size: int | None, twice: bool = False) -> None:
         super().__init__()
         assert head.bias is None, "none of the supported models has a bias in its head"
         self.weight: nn.Parameter = head.weight
         self.softcap: float | None = softcap
         self.chunk_size: int | None = chunk_size
+        self.twice: bool = twice
 
     def forward(self, hidden: Tensor, labels: Tensor) -> Tensor:
         hidden, labels = hidden.flatten(0, 1), labels.flatten()
         size = self.chunk_size or default_chunk(len(labels), self.weight)
-        if self.softcap is not None:
+        if self.softcap is not None or self.twice:
             return self._ours(hidden, labels, chunk_size=size)
         options = nn.LinearCrossEntropyOptions(batch_chunk_size=size, chunking_method=None)
         loss = F.linear_cross_entropy(
@@ -46,6 +48,7 @@ class LossHead(nn.Module):
             count=len(self.weight),
             softcap=self.softcap,
             chunk_size=chunk_size,
+            twice=self.twice,
         ).float()
 
 
@@ -64,11 +67,12 @@ class CausalLMLoss(nn.Module):
     position_ids, as transformers does it when there is no cache and no mask; it needs no document_ids.
     """
 
-    def __init__(self, model: Any, *, chunk_size: int | None = None, head: nn.Module | None = None) -> None:
-        """`head` computes the loss in place of the one for a whole vocabulary."""
+    def __init__(self, model: Any, *, chunk_size: int | None = None) -> None:
+        """`chunk_size` is of the loss, unless the model's head computes one already."""
         super().__init__()
         self.model = model
-        model.lm_head = head or LossHead(model.lm_head, softcap=final_softcap(model.config), chunk_size=chunk_size)
+        if isinstance(model.lm_head, nn.Linear):
+            model.lm_head = LossHead(model.lm_head, softcap=final_softcap(model.config), chunk_size=chunk_size)
         self.rotary = GlobalRotary(model.model.rotary_emb)
 
     def forward(

@@ -24,6 +24,7 @@ def linear_cross_entropy(
     softcap: float | None,
     chunk_size: int,
     sent: Counter[str] | None = None,
+    twice: bool = False,
 ) -> Tensor:
     """hidden[N, D], weight[V_local, D], labels[N] (global ids, IGNORED counts for nothing) -> sum of token losses in nats.
 
@@ -39,7 +40,8 @@ def linear_cross_entropy(
     Gradients are made chunk by chunk in the forward pass, as torch's linear_cross_entropy does (6 N V D FLOPs, no logits
     twice), kept as [N, D] in hidden's dtype and [V_local, D] in fp32, and scaled in backward; nothing of the weight stays,
     which ZeRO-3 may have gathered for the forward pass only. The gradient of `hidden` is this rank's part, over its rows:
-    the caller adds up those of the group. RuntimeError in a second backward pass.
+    the caller adds up those of the group. RuntimeError in a second backward pass, unless `twice`: pipeline schedules that
+    compute weight gradients on their own make two.
 
     DeepSpeed's vocab_parallel_linear_cross_entropy has no soft-cap and no padding, keeps the weight and computes logits
     twice, and all-reduces hidden's gradient, where sequence parallelism wants it scattered.
@@ -49,7 +51,7 @@ def linear_cross_entropy(
     head = _Head(shared, first=first, count=count, softcap=softcap, chunk_size=chunk_size, sent=sent)
     tracked = torch.is_grad_enabled()  # always off inside of forward
     wanted = tracked and hidden.requires_grad, tracked and weight.requires_grad
-    return _LinearCrossEntropy.apply(hidden, weight, labels, head, wanted)
+    return _LinearCrossEntropy.apply(hidden, weight, labels, head, wanted, twice)
 
 
 @dataclass(frozen=True)
@@ -80,13 +82,13 @@ class _Head:
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, head: _Head, wanted: tuple[bool, bool]
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, head: _Head, wanted: tuple[bool, bool], twice: bool
     ) -> Tensor:
         work = _Work(hidden, weight, head, wanted)
         loss = torch.zeros((), dtype=work.wide, device=hidden.device)
         for chunk in head.chunks(labels):
             loss += work.chunk(chunk, labels[chunk])
-        ctx.gradients, ctx.dtype = (work.d_hidden, work.d_weight), weight.dtype
+        ctx.gradients, ctx.dtype, ctx.twice = (work.d_hidden, work.d_weight), weight.dtype, twice
         return loss
 
     @staticmethod
@@ -97,12 +99,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 "linear_cross_entropy: a second backward pass, but the first scaled the gradients in place"
             )
         d_hidden, d_weight = ctx.gradients
+        if ctx.twice:
+            d_weight = None if d_weight is None else (d_weight * upstream).to(ctx.dtype)
+            return None if d_hidden is None else d_hidden * upstream, d_weight, None, None, None, None
         ctx.gradients = None  # not held here: whoever accumulates them need not copy
         if d_hidden is not None:
             d_hidden.mul_(upstream)
         if d_weight is not None:
             d_weight = d_weight.mul_(upstream).to(ctx.dtype)
-        return d_hidden, d_weight, None, None, None
+        return d_hidden, d_weight, None, None, None, None
 
 
 class _Work:

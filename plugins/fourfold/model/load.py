@@ -20,14 +20,18 @@ MakeParameter = Callable[[torch.Size, torch.dtype], nn.Parameter]
 def load(model: Any, weights: Weights, *, device: torch.device, make_partitioned: MakeParameter | None = None) -> None:
     """Replace every meta parameter of the Hugging Face `model` by one filled from `weights`, then tie tied ones.
 
-    `make_partitioned` makes a ZeRO-3 parameter; without it parameters are plain. Raises ValueError as `check`.
+    `make_partitioned` makes a ZeRO-3 parameter; without it parameters are plain. The model may lack parts of what
+    `check` saw; a tied parameter without the other is filled by itself.
     """
-    tied = check(model, weights)
+    here = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    tied = {alias: name for alias, name in tied_parameters(model).items() if {alias, name} <= here}
     for name, parameter in list(model.named_parameters(remove_duplicate=False)):
         if name in tied:
             continue
         module_name, _, attribute = name.rpartition(".")
-        filled = _filled(name, parameter, weights, device=device, make_partitioned=make_partitioned)
+        filled = _filled(
+            getattr(parameter, "stored_as", name), parameter, weights, device=device, make_partitioned=make_partitioned
+        )
         filled.requires_grad_(parameter.requires_grad)
         setattr(model.get_submodule(module_name), attribute, filled)
     for alias, name in tied.items():

@@ -30,7 +30,8 @@ def apply(
     """
     heads = Heads.of(model.config, size=tensor.size)
     blocks: dict[str, Block] = {}
-    for name, part in parts(model, more=plan).items():
+    found = parts(model, more=plan)
+    for name, part in found.items():
         path, _, leaf = name.rpartition(".")
         parent, layer = model.get_submodule(path), model.get_submodule(name)
         if part is Part.column:
@@ -52,7 +53,7 @@ def apply(
             _sum_over(layer, tensor.group)
             continue
         setattr(parent, leaf, new)
-    if model.config.tie_word_embeddings:
+    if model.config.tie_word_embeddings and {Part.embedding, Part.head} <= set(found.values()):
         model.get_output_embeddings().weight = model.get_input_embeddings().weight
     for path, block in blocks.items():
         model.get_submodule(path).register_forward_pre_hook(_entering(block), with_kwargs=True)

@@ -12,12 +12,21 @@ from fourfold.tensor.regions import Block
 class VocabParallelLossHead(nn.Module):
     """hidden[B, S/t, D] with sequence parallelism, else [B, S, D]; labels[B, S] -> sum of token losses, the same on all."""
 
-    def __init__(self, head: nn.Linear, *, tensor: TensorGroup, softcap: float | None, chunk_size: int | None) -> None:
+    def __init__(
+        self,
+        head: nn.Linear,
+        *,
+        tensor: TensorGroup,
+        softcap: float | None,
+        chunk_size: int | None,
+        twice: bool = False,
+    ) -> None:
         super().__init__()
         assert head.bias is None, "none of the supported models has a bias in its head"
         self.weight: nn.Parameter = head.weight
         self.softcap: float | None = softcap
         self.chunk_size: int | None = chunk_size
+        self.twice: bool = twice  # LossHead's
         self.tensor: TensorGroup = tensor
         self.block: Block = Block(tensor, overlap=False, regather=False, purpose="loss")
 
@@ -34,4 +43,5 @@ class VocabParallelLossHead(nn.Module):
             softcap=self.softcap,
             chunk_size=self.chunk_size or default_chunk(len(labels), self.weight),
             sent=self.tensor.sent,
+            twice=self.twice,
         )

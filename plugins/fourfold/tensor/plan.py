@@ -99,6 +99,8 @@ def refused_sizes(model_config: Any, *, size: int) -> Iterator[str]:
 def _planned(model: Any, *, more: Mapping[str, str]) -> Iterator[tuple[str, nn.Module, str]]:
     table = {**model.tp_plan, **more}
     for name, module in model.named_modules():
+        if getattr(module, "elsewhere", False):  # on another pipeline rank
+            continue
         style = next((style for pattern, style in reversed(table.items()) if _matches(name, pattern)), None)
         if style is not None:
             yield name, module, style

@@ -10,7 +10,7 @@ when an upgrade changes one of these.
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -210,6 +210,27 @@ def gradient_buffers(engine: Any) -> list[Tensor]:
 def _flat(group: Any) -> Tensor:
     flat = getattr(group, "flat_partition", None)
     return flat if flat is not None else torch.cat([tensor.reshape(-1) for tensor in group])
+
+
+def folding(optimizer: Any) -> Callable[[nn.Parameter], None]:
+    """What adds a parameter's `grad` to its fp32 sum, where the optimizer keeps one (stages 1 and 2)."""
+    if getattr(optimizer, "use_grad_accum_attribute", False):
+        fold: Callable[[nn.Parameter], None] = optimizer._fill_param_grad_accum_attribute
+        return fold
+    return lambda parameter: None
+
+
+def whole_gradient(optimizer: Any, parameter: Any) -> Tensor:
+    """This rank's gradient of a parameter, before anything was reduced."""
+    gradient: Tensor | None = getattr(parameter, "grad_accum", None)
+    return parameter.grad if gradient is None else gradient
+
+
+def let_stages_differ() -> None:
+    """ZeRO-3 compares parameter ids over the whole world, also between pipeline stages, and would wait for ever."""
+    from deepspeed.runtime.zero import partitioned_param_coordinator
+
+    partitioned_param_coordinator.assert_ints_same_as_other_ranks = lambda *arguments: None
 
 
 def gradient_views(engine: Any, buffer: int, *, start: int, count: int) -> list[Tensor]:

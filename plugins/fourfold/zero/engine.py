@@ -9,7 +9,7 @@ Bytes a step and rank, parameters P, shard group s, replicas r, element size e: 
 
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -45,6 +45,22 @@ class Fragment:
         return buffers[self.buffer].detach()[self.offset : self.offset + self.count]
 
 
+class Runner(Protocol):
+    """Runs a module that lies in stages on several ranks (pipeline/driver.py)."""
+
+    def run(self, micro_batches: list[dict[str, Any]], *, scale: float, fold: Any) -> Tensor: ...
+
+    def evaluate(self, batch: dict[str, Any]) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class Tied:
+    """A parameter that lies on two pipeline stages, and the group of the two ranks."""
+
+    parameter: nn.Parameter
+    group: dist.ProcessGroup
+
+
 class ZeroEngine:
     """A module under DeepSpeed. One update is `forward_backward`, then `step`."""
 
@@ -57,8 +73,11 @@ class ZeroEngine:
         config: TrainConfig,
         mesh: Mesh,
         device: torch.device,
+        pipeline: Runner | None = None,
+        tied: Tied | None = None,
     ) -> None:
-        """`names` are the parameters of `module` under the names that checkpoints give them."""
+        """`names` are the parameters of `module` under the names that checkpoints give them. `pipeline` runs the module's
+        parts, where it has stages; `tied` is a parameter of which another stage has a copy."""
         for parameter in module.parameters():  # DeepSpeed's name for "this rank counts it in the norm"
             parameter.tensor_model_parallel = is_counted(parameter)  # type: ignore[attr-defined]
         self._mesh = mesh
@@ -66,7 +85,9 @@ class ZeroEngine:
         self._deepspeed = internals.initialize(
             module, optimizer=optimizer, settings=deepspeed_json(config, layout=mesh.layout), mpu=Mpu(mesh)
         )
-        self._reduces_once = config.zero.stage < 2  # stages 2 and 3 keep gradient shards only: once a micro-batch
+        self._pipeline, self._tied = pipeline, tied
+        # without a pipeline stages 2 and 3 keep gradient shards only: they reduce once a micro-batch
+        self._reduces_once = config.zero.stage < 2 or pipeline is not None
         if config.zero.stage < 3:
             internals.use_fp32_shards(self._deepspeed.optimizer, whole_gradients=self._reduces_once)
             internals.share_fp32_masters(self._deepspeed.optimizer)
@@ -88,16 +109,29 @@ class ZeroEngine:
         the number of ranks first. All ranks must bring equally many micro-batches.
         """
         scale = dist.get_world_size(self._mesh.loss_group) / targets
-        losses = []
+        batches = [self._to_device(batch) for batch in micro_batches]
         with self._one_reduction() if self._reduces_once else nullcontext():
-            for index, batch in enumerate(micro_batches):
-                self._deepspeed.set_gradient_accumulation_boundary(index == len(micro_batches) - 1)
-                loss = self._deepspeed(**self._to_device(batch))
-                (loss * scale).backward()
-                losses.append(loss.detach())
+            losses = self._one_by_one(batches, scale) if self._pipeline is None else self._in_stages(batches, scale)
         self._sum_partial_gradients()
         self._average_replicas()
+        return losses
+
+    def _one_by_one(self, batches: list[dict[str, Any]], scale: float) -> Tensor:
+        losses = []
+        for index, batch in enumerate(batches):
+            self._deepspeed.set_gradient_accumulation_boundary(index == len(batches) - 1)
+            loss = self._deepspeed(**batch)
+            (loss * scale).backward()
+            losses.append(loss.detach())
         return torch.stack(losses)
+
+    def _in_stages(self, batches: list[dict[str, Any]], scale: float) -> Tensor:
+        assert self._pipeline is not None
+        losses = self._pipeline.run(batches, scale=scale, fold=internals.folding(self._deepspeed.optimizer))
+        if self._tied is not None:
+            gradient = internals.whole_gradient(self._deepspeed.optimizer, self._tied.parameter)
+            dist.all_reduce(gradient, group=self._tied.group)
+        return losses
 
     def _sum_partial_gradients(self) -> None:
         """Of parameters that several tp ranks hold copies of, each having seen a part of what they act on: one sum an update
@@ -139,6 +173,8 @@ class ZeroEngine:
         self.module.eval()
         try:
             with torch.no_grad():
+                if self._pipeline is not None:
+                    return self._pipeline.evaluate(self._to_device(batch))
                 return self._deepspeed(**self._to_device(batch))
         finally:
             self.module.train()

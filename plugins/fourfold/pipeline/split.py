@@ -1,0 +1,64 @@
+"""Which layers each stage has. Pure.
+
+`auto` gives every stage about the same work, counting the embedding (a look-up) and the head with the loss as parts of a
+layer: Llama 3 takes one layer off the first and the last stage for them (arXiv:2407.21783 section 3.3.2).
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from fourfold.planner.parameters import key_value_size, query_size
+from fourfold.schema import PipelineConfig
+
+
+def layers_of_stages(settings: PipelineConfig, *, model_config: Any, stages: int) -> list[tuple[int, int]]:
+    """[first, last) of each stage; assumes that nothing is refused."""
+    counts = settings.split or balanced(
+        model_config.num_hidden_layers, stages=stages, head=head_weight(model_config), embedding=EMBEDDING
+    )
+    ranges, at = [], 0
+    for count in counts:
+        ranges.append((at, at + count))
+        at += count
+    return ranges
+
+
+EMBEDDING = 0.2  # of a layer: it costs no product, but its memory
+
+
+def head_weight(model_config: Any) -> float:
+    """Work of the head in layers: products only, 2 FLOPs a weight and token in both."""
+    hidden = model_config.hidden_size
+    attention = 2 * hidden * (query_size(model_config) + key_value_size(model_config))
+    return float(hidden * model_config.vocab_size / (attention + 3 * hidden * model_config.intermediate_size))
+
+
+def balanced(layers: int, *, stages: int, head: float, embedding: float) -> list[int]:
+    """Layers of each stage so that the largest load is as small as can be, at least one each; the more even of equals."""
+    counts = [1] * stages
+    extra = [0.0] * stages
+    extra[0] += embedding
+    extra[-1] += head
+    for _ in range(layers - stages):
+        lightest = min(range(stages), key=lambda stage: (counts[stage] + extra[stage], -stage))
+        counts[lightest] += 1
+    return counts
+
+
+def refusals(settings: PipelineConfig, *, layers: int, stages: int, per_rank: int) -> Iterator[str]:
+    """Why the layers cannot be cut so."""
+    if layers < stages:
+        yield (
+            f"{stages} pipeline stages (pp_size x stages a rank) need as many layers, and the model has {layers} "
+            f"(num_hidden_layers): use pp_size={max(1, layers // per_rank)} or fewer stages a rank (pipeline.virtual_stages)."
+        )
+    split = settings.split
+    if split is None:
+        return
+    if len(split) != stages:
+        yield f"pipeline.split={split} has {len(split)} numbers for {stages} stages: give one for each."
+    elif min(split) < 1 or sum(split) != layers:
+        yield (
+            f"pipeline.split={split} has {sum(split)} layers, at least {min(split)} a stage; the model has {layers} "
+            f"(num_hidden_layers), and every stage needs one."
+        )

@@ -1,0 +1,92 @@
+"""Models cut into stages, by every schedule, against one process."""
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fourfold.layout import Layout
+from fourfold.schema import ActivationConfig, Checkpointing, OptimConfig, PipelineConfig, TensorConfig, TrainConfig
+from tests.families import family_model, save_family
+from tests.parity.context_model_ranks import attention, packed
+from tests.parity.strategies import settings
+from tests.parity.test_tensor_zero import check
+from tests.parity.zero_ranks import train
+from tests.pool import RankPool
+from tests.reference import Reference
+
+STEPS, ROWS = 3, 16
+SGD = OptimConfig(name="sgd", learning_rate=0.5, weight_decay=0.0, max_grad_norm=0.3)
+
+
+@dataclass(frozen=True)
+class Way:
+    stage: int
+    layout: Layout
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
+    family: str = "llama_tied"
+    tensor: TensorConfig = field(default_factory=TensorConfig)
+    attention: str | None = None
+    checkpointing: Checkpointing = Checkpointing.none
+    layers: int = 5
+    accumulation: int = 4
+
+    def config(self) -> TrainConfig:
+        config = replace(settings(stage=self.stage, optim=SGD), tensor=self.tensor, pipeline=self.pipeline)
+        if self.attention:
+            config.attention = attention(self.attention)
+        config.activation = ActivationConfig(checkpointing=self.checkpointing)
+        return config
+
+    def changes(self) -> dict[str, Any]:
+        changes: dict[str, Any] = {"num_hidden_layers": self.layers, "vocab_size": 97}
+        if self.family in ("gemma2", "gemma3_text"):
+            kinds = ["sliding_attention", "full_attention"]
+            changes["layer_types"] = [kinds[number % 2] for number in range(self.layers)]
+        return changes
+
+
+def by(schedule: str, virtual: int | None = None, split: list[int] | None = None) -> PipelineConfig:
+    return PipelineConfig(schedule=schedule, virtual_stages=virtual, split=split)
+
+
+PP2 = Layout(pp_size=2)
+SHARDS, REPLICAS = Layout(pp_size=2, dp_shard_size=2), Layout(pp_size=2, dp_replicate_size=2)
+WAYS = {
+    "gpipe": Way(1, PP2, by("gpipe")),
+    "1f1b": Way(1, PP2, by("1f1b")),
+    "looped_bfs": Way(1, PP2, by("looped_bfs")),
+    "interleaved_1f1b": Way(1, PP2, by("interleaved_1f1b")),
+    "zero_bubble": Way(1, PP2, by("zero_bubble")),
+    "zbv": Way(1, PP2, by("zbv")),
+    "dualpipe_v": Way(1, PP2, by("dualpipe_v")),
+    "zero1": Way(1, SHARDS),
+    "zero2": Way(2, SHARDS),
+    "zero3": Way(3, SHARDS),
+    "hsdp2": Way(2, REPLICAS),
+    "hsdp3": Way(3, REPLICAS, by("interleaved_1f1b")),
+}
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_equals_one_process(ranks: RankPool, tmp_path: Path, name: str) -> None:
+    """Three clipped updates: losses, norms, every gradient, and the weights at the end; copies equal bit by bit."""
+    way = WAYS[name]
+    folder = save_family(way.family, tmp_path, **way.changes())
+    results = ranks.run(
+        way.layout.world_size,
+        train,
+        folder=folder,
+        config=way.config(),
+        layout=way.layout,
+        steps=[packed(step, rows=ROWS) for step in range(STEPS)],
+        accumulation=way.accumulation,
+    )
+    model = family_model(way.family, **way.changes())
+    reference = Reference(model, torch.optim.SGD(model.parameters(), lr=SGD.learning_rate), SGD.max_grad_norm)
+    steps = [reference.step(packed(step, rows=ROWS)) for step in range(STEPS)]
+    assert all(norm > SGD.max_grad_norm for _, norm, _ in steps)
+    for result in results:
+        check(result, steps, reference.weights())
