@@ -9,6 +9,9 @@ from operator import attrgetter
 from typing import Any
 
 from fourfold.layout import Layout, largest_divisor, resolve
+from fourfold.pipeline.schedules import SCHEDULES, stages_per_rank
+from fourfold.pipeline.schedules import refusals as schedule_refusals
+from fourfold.pipeline.split import refusals as split_refusals
 from fourfold.schema import DataConfig, MixtureSource, Precision, TrainConfig
 from fourfold.zero.settings import refusals as zero_refusals
 
@@ -30,7 +33,6 @@ def check(config: TrainConfig, *, world_size: int, environment: Mapping[str, str
         )
     except ValueError as error:
         problems.append(str(error))
-    problems += unfinished_axes(config)
     problems += precision(config)
     problems += ranges(config)
     problems += length(config)
@@ -40,7 +42,10 @@ def check(config: TrainConfig, *, world_size: int, environment: Mapping[str, str
     problems += launcher(config, environment=environment)
     if layout is not None:
         problems += zero_refusals(config, layout=layout)
-        problems += batch(config, layout=layout)
+        wrong_batch = list(batch(config, layout=layout))
+        problems += wrong_batch
+        if layout.pp_size > 1 and not wrong_batch:
+            problems += pipeline(config, layout=layout)
     _raise(problems)
     assert layout is not None
     return layout
@@ -62,6 +67,10 @@ def check_model(config: TrainConfig, *, model_config: Any, attn_implementation: 
     problems += select.refusals(config, model_config=model_config)
     if config.tp_size > 1:
         problems += refused_sizes(model_config, size=config.tp_size)
+    if config.pp_size > 1:
+        each = stages_per_rank(config.pipeline)
+        layers, stages = model_config.num_hidden_layers, config.pp_size * each
+        problems += split_refusals(config.pipeline, layers=layers, stages=stages, per_rank=each)
     if attn_implementation == IMPLEMENTATION:
         problems += select.selective_refusals(config, model_config=model_config)
     problems += checkpointing.refusals(
@@ -79,9 +88,17 @@ def check_layers(config: TrainConfig, *, model: Any) -> None:
     _raise(list(refusals(model, more=config.tensor.plan)))
 
 
-def unfinished_axes(config: TrainConfig) -> Iterator[str]:
-    if config.pp_size > 1:
-        yield f"pp_size={config.pp_size}: pipeline parallelism is not in this release; use pp_size=1."
+def pipeline(config: TrainConfig, *, layout: Layout) -> Iterator[str]:
+    micro_batches = config.global_batch_size // (config.micro_batch_size * layout.data_size)
+    yield from schedule_refusals(
+        config.pipeline, ranks=layout.pp_size, micro_batches=micro_batches, zero_stage=config.zero.stage
+    )
+    schedule = SCHEDULES.get(config.pipeline.schedule)
+    if schedule and schedule.splits_backward and layout.tp_size > 1 and config.tensor.regather:
+        yield (
+            f"pipeline.schedule={config.pipeline.schedule} computes weight gradients on their own, and tensor.regather=true would "
+            f"gather for both halves of the backward pass: use tensor.regather=false, or pipeline.schedule=interleaved_1f1b."
+        )
 
 
 def precision(config: TrainConfig) -> Iterator[str]:

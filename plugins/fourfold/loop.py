@@ -244,9 +244,10 @@ class TrainingLoop:
 
 def rank_of_tokens(mesh: Mesh, *, sequence_parallel: bool) -> int:
     """Equal on ranks that hold copies of the same hidden states, so that their dropout is, and on no others."""
-    rank = dist.get_rank(mesh.loss_group)
-    if sequence_parallel:
-        rank += dist.get_rank(mesh.axis_groups["tp"]) * dist.get_world_size(mesh.loss_group)
+    rank, size = dist.get_rank(mesh.loss_group), dist.get_world_size(mesh.loss_group)
+    for axis in ("tp", "pp") if sequence_parallel else ("pp",):
+        rank += dist.get_rank(mesh.axis_groups[axis]) * size
+        size *= mesh.layout.size(axis)
     return rank
 
 

@@ -20,6 +20,7 @@ def print_start(plan: "Plan", *, device_name: str, step: int, resumed: str) -> N
     rows = [
         ("model", f"{config.model.path} ({model.model_type}, {short(parameter_count(model))} parameters)"),
         ("layout", f"{_processes(layout.world_size)} on {device_name}: {layout.describe()}"),
+        *([("pipeline", _pipeline(plan))] if layout.pp_size > 1 else []),
         *([("tensor", _tensor(plan))] if layout.tp_size > 1 else []),
         ("ZeRO", _zero(plan)),
         (
@@ -73,6 +74,17 @@ def _zero(plan: "Plan") -> str:
     offload = {zero.offload.optimizer, zero.offload.parameters} - {Offload.none}
     where = f", offloaded to {' and '.join(sorted(place.value for place in offload))}" if offload else ""
     return f"stage {zero.stage}, {sharded}{where}"
+
+
+def _pipeline(plan: "Plan") -> str:
+    from fourfold.pipeline.schedules import stages_per_rank
+    from fourfold.pipeline.split import layers_of_stages
+
+    settings = plan.config.pipeline
+    stages = plan.layout.pp_size * stages_per_rank(settings)
+    layers = layers_of_stages(settings, model_config=plan.model.config, stages=stages)
+    counts = ", ".join(str(last - first) for first, last in layers)
+    return f"{settings.schedule}, {stages} stages of {counts} layers on {plan.layout.pp_size} ranks"
 
 
 def _tensor(plan: "Plan") -> str:

@@ -11,7 +11,18 @@ from tests.golden.composing import TIERS, typed
 README = RECIPES / "README.md"
 BEGIN, END = "<!-- tiers: pytest --update -->", "<!-- end -->"
 FIELDS = ("GPUs", "launch", "next", "traffic")
-ORDER = ("dp", "zero1", "zero2", "zero3", "zero3_checkpointed", "hsdp", "tensor", "long_context", "zero3_offload")
+ORDER = (
+    "dp",
+    "zero1",
+    "zero2",
+    "zero3",
+    "zero3_checkpointed",
+    "hsdp",
+    "tensor",
+    "pipeline",
+    "long_context",
+    "zero3_offload",
+)
 
 
 @dataclass(frozen=True)
@@ -72,6 +83,8 @@ def what_is_sharded(config: TrainConfig) -> str:
     text = what[config.zero.stage]
     if config.zero.stage:
         text += " over all GPUs" if config.dp_replicate_size == 1 else " inside a server, replicas across"
+    if config.pp_size > 1:
+        text += "; layers over servers"
     if config.tp_size > 1:
         text = text.replace("all GPUs", "the GPUs of the same rank in each server")
         text += "; matrices, vocabulary and activations over the GPUs of a server"

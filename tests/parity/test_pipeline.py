@@ -53,6 +53,8 @@ def by(schedule: str, virtual: int | None = None, split: list[int] | None = None
 
 
 PP2 = Layout(pp_size=2)
+EIGHT = Layout(tp_size=2, cp_size=2, pp_size=2)
+PLAIN = TensorConfig(sequence_parallel=False)
 SHARDS, REPLICAS = Layout(pp_size=2, dp_shard_size=2), Layout(pp_size=2, dp_replicate_size=2)
 WAYS = {
     "gpipe": Way(1, PP2, by("gpipe")),
@@ -67,6 +69,23 @@ WAYS = {
     "zero3": Way(3, SHARDS),
     "hsdp2": Way(2, REPLICAS),
     "hsdp3": Way(3, REPLICAS, by("interleaved_1f1b")),
+    "four stages": Way(2, Layout(pp_size=4), family="gemma3_text", layers=6),
+    "four ranks, eight stages": Way(1, Layout(pp_size=4), by("interleaved_1f1b"), "qwen2", layers=9),
+    "four ranks in a V": Way(1, Layout(pp_size=4), by("zbv"), "llama_tied", layers=8),
+    "one layer less at both ends": Way(1, PP2, by("interleaved_1f1b", split=[1, 2, 2, 1]), "mistral", layers=6),
+    "tp": Way(1, Layout(pp_size=2, tp_size=2), family="qwen3"),
+    "tp, whole tokens": Way(2, Layout(pp_size=2, tp_size=2), family="phi3", tensor=PLAIN),
+    "tp, zero bubble": Way(1, Layout(pp_size=2, tp_size=2), by("zero_bubble"), "gemma3_text"),
+    "tp, stage 3": Way(3, Layout(pp_size=2, tp_size=2), by("looped_bfs")),
+    "cp": Way(2, Layout(pp_size=2, cp_size=2), family="gemma2", attention="ring"),
+    "cp, ulysses": Way(1, Layout(pp_size=2, cp_size=2), by("gpipe"), "llama", attention="ulysses"),
+    "cp, V": Way(1, Layout(pp_size=2, cp_size=2), by("dualpipe_v"), "llama_tied", attention="allgather"),
+    "cp, stage 3": Way(3, Layout(pp_size=2, cp_size=2), family="qwen3", attention="needed_only"),
+    "cp and tp": Way(1, EIGHT, by("interleaved_1f1b"), "llama_tied", attention="hybrid"),
+    "checkpointing": Way(1, SHARDS, by("zbv"), "gemma3_text", checkpointing=Checkpointing.full),
+    "checkpointing, stage 3": Way(
+        3, SHARDS, by("interleaved_1f1b"), "gemma3_text", checkpointing=Checkpointing.every_n
+    ),
 }
 
 

@@ -31,7 +31,31 @@ def test_the_base_is_accepted() -> None:
 
 # words that are refused, world, what the message must hold, words that mend it
 RULES: list[tuple[tuple[str, ...], int, tuple[str, ...], tuple[str, ...]]] = [
-    (("pp_size=2",), 2, ("pp_size=2", "pipeline parallelism is not", "pp_size=1"), ("pp_size=1",)),
+    (
+        ("pp_size=4", "global_batch_size=2"),
+        4,
+        ("pipeline.schedule=1f1b over 4 ranks needs 4 micro-batches", "has 2", "global_batch_size x 2"),
+        ("global_batch_size=4",),
+    ),
+    (
+        ("pp_size=2", "pipeline.schedule=zbv", "zero=stage3"),
+        2,
+        ("pipeline.schedule=zbv", "zero.stage=3", "zero=stage2"),
+        ("zero=stage2",),
+    ),
+    (
+        ("pp_size=4", "pipeline.schedule=interleaved_1f1b", "global_batch_size=9"),
+        4,
+        ("rounds of 4", "update of 9", "8 or 12"),
+        ("global_batch_size=8",),
+    ),
+    (("pp_size=2", "pipeline.schedule=best"), 2, ("pipeline.schedule=best", "1f1b"), ("pipeline.schedule=gpipe",)),
+    (
+        ("pp_size=2", "pipeline.virtual_stages=2"),
+        2,
+        ("pipeline.virtual_stages=2", "one stage a rank"),
+        ("pipeline.virtual_stages=1",),
+    ),
     (("precision=fp16",), 1, ("precision=fp16", "underflow", "bf16"), ("precision=bf16",)),
     (("global_batch_size=0",), 1, ("global_batch_size=0", "1 or more"), ("global_batch_size=1",)),
     (("micro_batch_size=-2",), 1, ("micro_batch_size=-2", "1 or more"), ("micro_batch_size=1",)),
@@ -123,10 +147,10 @@ def test_a_rule(words: tuple[str, ...], world: int, parts: tuple[str, ...], reme
 
 def test_all_problems_are_told_together() -> None:
     message = refusal(
-        "tp_size=3", "pp_size=2", "precision=fp16", "optim.name=lion", "max_steps=0", world=4,
+        "tp_size=3", "save_every=-1", "precision=fp16", "optim.name=lion", "max_steps=0", world=4,
         environment={"ACCELERATE_USE_DEEPSPEED": "true"},
     )  # fmt: skip
-    for part in ("4 were started", "pipeline parallelism", "fp16", "lion", "max_steps=0", "ACCELERATE_USE_DEEPSPEED"):
+    for part in ("4 were started", "save_every=-1", "fp16", "lion", "max_steps=0", "ACCELERATE_USE_DEEPSPEED"):
         assert part in message
     assert message.count("\n  - ") == 6
 

@@ -26,7 +26,7 @@ def update(request: pytest.FixtureRequest) -> bool:
 
 def test_the_tiers_of_the_scaling_guide_are_there() -> None:
     assert list(TIERS)[:4] == ["dp", "zero1", "zero2", "zero3"]
-    assert {"zero3_checkpointed", "hsdp", "tensor", "long_context", "zero3_offload"} <= set(TIERS)
+    assert {"zero3_checkpointed", "hsdp", "tensor", "pipeline", "long_context", "zero3_offload"} <= set(TIERS)
 
 
 @pytest.mark.parametrize("name", TIERS)
@@ -55,6 +55,8 @@ def test_the_launch_command_is_legal(path: Path) -> None:
         assert layout == Layout(cp_size=8, dp_shard_size=4)
     if path.stem == "tensor":
         assert layout == Layout(tp_size=8, dp_shard_size=4)
+    if path.stem == "pipeline":
+        assert layout == Layout(tp_size=8, pp_size=2, dp_shard_size=2)
 
 
 def processes(words: list[str], note: str) -> int:

@@ -171,7 +171,12 @@ class Saver:
             with suppress(OSError):
                 path.unlink()  # the room may be needed
             return {"error": f"rank {self._mesh.rank}: {error.strerror or error} ({path})"}
-        return {"file": path.name, "written": asdict(written), "pieces": listed(save.snapshot.fragments)}
+        return {
+            "file": path.name,
+            "written": asdict(written),
+            "pieces": listed(save.snapshot.fragments),
+            "shapes": {name: list(shape) for name, shape in self._engine.shapes().items()},
+        }
 
     def _complete(self, save: _Save) -> str:
         """On the main rank: wait for all files and put the folder in place; returns why not, or nothing."""
@@ -194,7 +199,7 @@ class Saver:
         return ""
 
     def _write_index(self, save: _Save, reports: list[dict[str, Any]]) -> None:
-        write_json(save.aside / PIECES, table_of(self._engine.shapes(), reports), indent=None)
+        write_json(save.aside / PIECES, table_of(reports), indent=None)
         write_json(save.aside / CONFIG, self._config)
         files = {report["file"]: report["written"] for report in reports}
         for name, written in files.items():

@@ -7,7 +7,7 @@
 `slices`: its pieces are of the whole. Before format 3 there were no slices, and a piece had three items.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -47,8 +47,10 @@ def listed(fragments: Iterable["Fragment"]) -> list[Any]:
     return [[one.name, one.start, one.count, _cut(one.part)] for one in fragments]
 
 
-def table_of(shapes: Mapping[str, torch.Size], reports: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """The table, from the `file` and `pieces` (as `listed`) of each rank that wrote."""
+def table_of(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The table, from the `file`, `pieces` (as `listed`) and `shapes` (of the parameters that it has) of each rank that
+    wrote."""
+    shapes = {name: torch.Size(shape) for report in reports for name, shape in report["shapes"].items()}
     table: dict[str, Any] = {name: {"shape": list(shape), "slices": [], "pieces": []} for name, shape in shapes.items()}
     for report in reports:
         for name, start, count, cut in report["pieces"]:

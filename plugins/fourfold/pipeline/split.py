@@ -7,7 +7,7 @@ layer: Llama 3 takes one layer off the first and the last stage for them (arXiv:
 from collections.abc import Iterator
 from typing import Any
 
-from fourfold.planner.parameters import key_value_size, query_size
+from fourfold.planner.parameters import layer_matmul_parameters
 from fourfold.schema import PipelineConfig
 
 
@@ -28,9 +28,7 @@ EMBEDDING = 0.2  # of a layer: it costs no product, but its memory
 
 def head_weight(model_config: Any) -> float:
     """Work of the head in layers: products only, 2 FLOPs a weight and token in both."""
-    hidden = model_config.hidden_size
-    attention = 2 * hidden * (query_size(model_config) + key_value_size(model_config))
-    return float(hidden * model_config.vocab_size / (attention + 3 * hidden * model_config.intermediate_size))
+    return float(model_config.hidden_size * model_config.vocab_size / layer_matmul_parameters(model_config))
 
 
 def balanced(layers: int, *, stages: int, head: float, embedding: float) -> list[int]:

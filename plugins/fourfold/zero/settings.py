@@ -60,11 +60,12 @@ def refusals(config: TrainConfig, *, layout: Layout) -> Iterator[str]:
             f"zero.offload with dp_replicate_size={layout.dp_replicate_size} is not proven: DeepSpeed keeps offloaded "
             f"gradients out of reach of the reduction over replicas. Use dp_replicate_size=1, or no offload."
         )
-    if wanted != {Offload.none} and layout.tp_size > 1:
-        yield (
-            f"zero.offload with tp_size={layout.tp_size} is not proven: DeepSpeed keeps offloaded gradients out of reach of "
-            f"the sums over tensor ranks. Use tp_size=1, or no offload."
-        )
+    for axis, why in (("tp", "the sums over tensor ranks"), ("pp", "one reduction after a pipeline's schedule")):
+        if wanted != {Offload.none} and layout.size(axis) > 1:
+            yield (
+                f"zero.offload with {axis}_size={layout.size(axis)} is not proven: DeepSpeed keeps offloaded gradients out of "
+                f"reach of {why}. Use {axis}_size=1, or no offload."
+            )
     if wanted != {Offload.none} and settings.stage < 2:
         yield f"zero.offload with zero.stage={settings.stage} is not proven: use zero=stage2 or zero=stage3."
 
