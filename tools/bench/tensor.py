@@ -14,7 +14,6 @@ import argparse
 import os
 import statistics
 import time
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -22,8 +21,8 @@ from typing import Any
 import torch
 from common import Team, console, median_ratio, peak, reset_peak, table, verdict
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from fourfold.activation.measure import Live
 
 MiB = 2**20
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -84,32 +83,6 @@ def forget(inputs: tuple[Tensor, Tensor, Tensor]) -> None:
 
 
 # ---------------------------------------------------------------- memory
-
-
-class Live(TorchDispatchMode):
-    """Bytes of storages that operations made and that still exist, at most."""
-
-    def __init__(self, inputs: tuple[Tensor, ...]) -> None:
-        super().__init__()
-        self.bytes = self.peak = 0
-        self._known: weakref.WeakSet[Any] = weakref.WeakSet(tensor.untyped_storage() for tensor in inputs)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor) and tensor.untyped_storage() not in self._known:
-                self._add(tensor.untyped_storage())
-        return result
-
-    def _add(self, storage: Any) -> None:
-        self._known.add(storage)
-        size = storage.nbytes()
-        self.bytes += size
-        self.peak = max(self.peak, self.bytes)
-        weakref.finalize(storage, self._drop, size)
-
-    def _drop(self, size: int) -> None:
-        self.bytes -= size
 
 
 def measured(inputs: tuple[Tensor, Tensor, Tensor], work: Callable[[], None]) -> tuple[int, int]:
