@@ -2,20 +2,29 @@
 
 from collections import Counter
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from fourfold.activation import checkpointing
 from fourfold.activation.measure import Live, saved_tensors
 from fourfold.context.select import splitter
-from fourfold.schema import ActivationConfig, TensorConfig, TrainConfig
+from fourfold.layout import Layout
+from fourfold.model.build import CausalLMLoss, build_on_meta
+from fourfold.model.load import load
+from fourfold.model.source import attention_implementation, read_config
+from fourfold.model.weights import Weights
+from fourfold.schema import ActivationConfig, OptimConfig, TensorConfig, TrainConfig
+from fourfold.slices import MARKS
+from fourfold.tensor.measure import Collectives
 from tests.families import family_model
+from tests.parity.strategies import settings
 from tests.parity.tensor_ranks import cut_model
+from tests.parity.zero_ranks import build_engine
 
 
 @dataclass(frozen=True)
@@ -29,31 +38,10 @@ class Way:
 class Found:
     sent: dict[str, int]  # as TensorGroup counts
     seen: dict[str, int]  # as torch's operations are called
+    losses: int  # bytes of the loss's, by the same
     shapes: set[tuple[int, ...]]  # of what they are called with
     saved: int  # elements that autograd keeps after the forward pass
     alive: int  # bytes of all tensors that the forward pass left
-
-
-class Collectives(TorchDispatchMode):
-    """Bytes that this rank sends by what torch's own operations are given; apart from the loss's, which are [n] or [2, n]."""
-
-    def __init__(self, size: int, *, chunk: int) -> None:
-        super().__init__()
-        self.size, self.chunk = size, chunk
-        self.sent, self.shapes = Counter[str](), set[tuple[int, ...]]()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        namespace, name = func.name().split("::")
-        if namespace == "c10d":
-            self._add(name, [one for one in tree_leaves(args) if isinstance(one, Tensor)])
-        return func(*args, **(kwargs or {}))
-
-    def _add(self, name: str, tensors: list[Tensor]) -> None:
-        self.shapes |= {tuple(one.shape) for one in tensors}
-        if all(one.shape[-1] <= self.chunk for one in tensors):
-            return
-        whole = max(one.nbytes for one in tensors)
-        self.sent[name] += (2 if name == "allreduce_" else 1) * whole * (self.size - 1) // self.size
 
 
 def costs(
@@ -71,9 +59,45 @@ def _cost(rank: int, changes: dict[str, Any], way: Way, batch: dict[str, Tensor]
     group = dist.new_group([rank], use_local_synchronization=True)
     split = splitter(config, model_config=hf.config, group=group, device=torch.device("cpu"))
     inputs = split({"document_ids": (batch["position_ids"] == 0).cumsum(1) - 1, **batch})
-    with Collectives(tensor.size, chunk=module.model.lm_head.chunk_size) as seen:
+    with Collectives(tensor.size) as seen:
         with Live(module.parameters()) as live, saved_tensors(module) as saved:
             loss = module(**inputs)
         alive = live.bytes
         loss.backward()
-    return Found(dict(tensor.sent), dict(seen.sent), seen.shapes, saved.elements, alive)
+    return Found(dict(tensor.sent), dict(seen.sent), seen.losses, seen.shapes, saved.elements, alive)
+
+
+class Operations(TorchDispatchMode):
+    """Counts calls by operation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = Counter[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls[func.name()] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def alone(rank: int, *, folder: Path, batch: dict[str, Tensor]) -> dict[str, Any]:
+    """What tp_size=1 makes of a model, beside the same model without `parallelize`."""
+    config = settings(stage=1, optim=OptimConfig())
+    engine, _ = build_engine(folder=folder, config=config, layout=Layout())
+    model_config = read_config(folder, model=config.model)
+    attention = attention_implementation(model_config, model=config.model)
+    hf = build_on_meta(model_config, dtype=torch.float32, attn_implementation=attention)
+    load(hf, Weights(folder), device=torch.device("cpu"))
+    plain = CausalLMLoss(hf, chunk_size=config.loss.chunk_size)
+    return {
+        "modules": sorted({type(module).__module__ for module in engine.module.modules()}),
+        "marks": sorted({mark for one in engine.module.parameters() for mark in MARKS if hasattr(one, mark)}),
+        "ours": _calls(engine.module, batch),
+        "plain": _calls(plain, batch),
+    }
+
+
+def _calls(module: nn.Module, batch: dict[str, Tensor]) -> dict[str, int]:
+    """Of forward and backward, without what DeepSpeed does with a finished gradient."""
+    with Operations() as operations:
+        torch.autograd.grad(module(**batch), list(module.parameters()))
+    return dict(operations.calls)

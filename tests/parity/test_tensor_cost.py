@@ -1,5 +1,6 @@
 """Bytes sent and elements kept by a cut Llama equal the formulas exactly."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -7,9 +8,9 @@ import pytest
 from fourfold.planner.memory import Cut, activation_elements
 from fourfold.schema import ActivationConfig, Checkpointing, TensorConfig
 from fourfold.tensor.cost import Shape, sent_bytes
-from tests.families import family_config
+from tests.families import family_config, save_family
 from tests.parity.context_model_ranks import packed
-from tests.parity.tensor_cost_ranks import Way, costs
+from tests.parity.tensor_cost_ranks import Way, alone, costs
 from tests.pool import RankPool
 
 ROWS, LENGTH, VOCABULARY = 2, 12, 97
@@ -74,6 +75,7 @@ def test_bytes_and_elements_equal_the_formulas(ranks: RankPool, size: int) -> No
             assert {key: count for key, count in many.sent.items() if not key.endswith("calls")} == formula, name
             by_kind = {op: sum(n for key, n in formula.items() if key.endswith(kind)) for kind, op in C10D.items()}
             assert many.seen == {op: count for op, count in by_kind.items() if count}, name
+            assert many.losses == formula["loss"], name
             assert all(VOCABULARY not in sizes and -(-VOCABULARY // size) not in sizes for sizes in many.shapes), name
             plan = kept(way, size=size, layers=MANY) - kept(way, size=size, layers=FEW)
             assert many.saved - few.saved == plan, name
@@ -88,3 +90,13 @@ def test_bytes_of_a_layer() -> None:
     whole = ROWS * LENGTH * config(1).hidden_size
     assert elements == [8 * 3 / 4 * whole, 8 * 3 / 4 * whole, 10 * 3 / 4 * whole]
     assert not sent_bytes(shape(one[0], size=1), layers=1, losses=10)
+
+
+def test_one_rank_costs_nothing(ranks: RankPool, tmp_path: Path) -> None:
+    """tp_size=1: no module and no slice of tensor parallelism, and not one operation more. The one mark says who counts a
+    parameter in the gradient norm, in every layout."""
+    folder = save_family("llama_tied", tmp_path)
+    (found,) = ranks.run(1, alone, folder=folder, batch=packed(0, rows=ROWS))
+    assert not [name for name in found["modules"] if name.startswith("fourfold.tensor")]
+    assert found["marks"] == ["tensor_model_parallel"]
+    assert found["ours"] == found["plain"]
