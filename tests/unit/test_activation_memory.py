@@ -8,7 +8,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from fourfold.activation.checkpointing import apply
 from fourfold.activation.measure import Saved, saved_tensors
-from fourfold.planner.memory import activation_elements, layer_bytes, layer_elements, order, zero_state_bytes
+from fourfold.planner.memory import Cut, activation_elements, layer_bytes, layer_elements, order, zero_state_bytes
 from fourfold.schema import ActivationConfig, Checkpointing, Precision
 
 ROWS, LENGTH = 2, 24
@@ -103,6 +103,25 @@ def test_a_layer_in_parts() -> None:
     )
     with pytest.raises(ValueError, match="ring"):
         layer_elements(config(1), seq_len=24, attention="ring")
+
+
+def test_a_layer_on_tensor_ranks() -> None:
+    """Inputs of the blocks 2H, /t with regather; norms 4H + 2, /t with parts of the sequence; 2Q + A + 4I over t; each rank
+    at least one of the two key heads of 6."""
+
+    def elements(size: int, **more: bool) -> int:
+        return layer_elements(config(1), seq_len=24, attention="fourfold", tokens=24, cut=Cut(size, **more))
+
+    def inside(size: int) -> int:
+        return 24 * ((2 * 48 + 8 + 4 * 80) // size + 2 * max(6, 12 // size))
+
+    assert elements(1) == 24 * layer_elements(config(1), seq_len=24, attention="flash_attention_2")
+    for size in (2, 4):
+        assert elements(size) == inside(size) + 24 * 130 // size + 24 * 64
+        assert elements(size, regather=True) == inside(size) + 24 * (130 + 64) // size
+        assert elements(size, sequence_parallel=False) == inside(size) + 24 * (130 + 64)
+    with pytest.raises(ValueError, match="tp_size=2"):
+        layer_elements(config(1), seq_len=24, cut=Cut(2))
 
 
 def test_korthikanti_equation_2() -> None:

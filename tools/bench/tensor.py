@@ -1,7 +1,9 @@
-"""Tensor parallelism: memory and CPU seconds of the vocabulary-parallel loss against transformers' over all logits.
+"""Tensor parallelism: memory and CPU seconds of the vocabulary-parallel loss against transformers' over all logits; bytes,
+memory and CPU seconds of cut layers against formulas and one process (tensor_layers.py).
 
     uv run python tools/bench/tensor.py                       everything
     uv run python tools/bench/tensor.py --figures time --rounds 5
+    uv run python tools/bench/tensor.py --figures layers layers-time
 
 Their loss is `lm_head` and ForCausalLMLoss, which holds all logits, upcast to fp32. Memory is what exists at the worst moment
 of forward and backward, gradients included, beside hidden states, weight and labels: counted by storages that operations
@@ -14,19 +16,21 @@ import argparse
 import os
 import statistics
 import time
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from common import Team, console, median_ratio, peak, reset_peak, table, verdict
+from tensor_layers import Layers, counted
+from tensor_layers import seconds as layer_seconds
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from fourfold.activation.measure import Live
 
 MiB = 2**20
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+FIGURES = ("memory", "time", "layers", "layers-time")
 MEMORY, HALF, TIME = 1 / 8, 0.55, 1.05
 
 
@@ -84,32 +88,6 @@ def forget(inputs: tuple[Tensor, Tensor, Tensor]) -> None:
 
 
 # ---------------------------------------------------------------- memory
-
-
-class Live(TorchDispatchMode):
-    """Bytes of storages that operations made and that still exist, at most."""
-
-    def __init__(self, inputs: tuple[Tensor, ...]) -> None:
-        super().__init__()
-        self.bytes = self.peak = 0
-        self._known: weakref.WeakSet[Any] = weakref.WeakSet(tensor.untyped_storage() for tensor in inputs)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor) and tensor.untyped_storage() not in self._known:
-                self._add(tensor.untyped_storage())
-        return result
-
-    def _add(self, storage: Any) -> None:
-        self._known.add(storage)
-        size = storage.nbytes()
-        self.bytes += size
-        self.peak = max(self.peak, self.bytes)
-        weakref.finalize(storage, self._drop, size)
-
-    def _drop(self, size: int) -> None:
-        self.bytes -= size
 
 
 def measured(inputs: tuple[Tensor, Tensor, Tensor], work: Callable[[], None]) -> tuple[int, int]:
@@ -220,13 +198,15 @@ def cpu_seconds(work: Callable[[], None]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--figures", choices=("memory", "time"), nargs="+", default=["memory", "time"])
+    parser.add_argument("--figures", choices=FIGURES, nargs="+", default=list(FIGURES))
     parser.add_argument("--dtypes", choices=tuple(DTYPES), nargs="+", default=list(DTYPES))
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--vocabulary", type=int, default=128_256)
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--chunks", type=int, nargs="*", default=[64, 1024], help="timed beside the default")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--layers", type=int, default=3, help="timed")
+    parser.add_argument("--length", type=int, default=2048, help="tokens of the row that the layers see")
     parser.add_argument(
         "--labelled",
         type=int,
@@ -235,6 +215,16 @@ def main() -> None:
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
+    if {"memory", "time"} & set(options.figures):
+        losses(options)
+    shape = Layers(layers=options.layers, length=options.length)
+    if "layers" in options.figures:
+        counted(shape, worlds=[2, 4])
+    if "layers-time" in options.figures:
+        console().print(layer_seconds(shape, rounds=options.rounds))
+
+
+def losses(options: argparse.Namespace) -> None:
     print(f"Vocabulary {options.vocabulary}, {options.tokens} tokens, hidden {options.hidden}\n")
     for dtype in options.dtypes:
         shape = Shape(options.tokens, options.vocabulary, options.hidden, dtype, options.labelled or options.tokens)

@@ -1,10 +1,14 @@
 """Counting what autograd keeps between forward and backward; for tests and benchmarks, it adds time and memory itself."""
 
+import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 
 class Saved:
@@ -45,3 +49,30 @@ def saved_tensors(model: nn.Module) -> Iterator[Saved]:
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         yield saved
+
+
+class Live(TorchDispatchMode):
+    """Bytes of storages that operations made inside the context and that still exist, now and at most. Unlike
+    `saved_tensors` it sees what somebody else than autograd holds."""
+
+    def __init__(self, inputs: Iterable[Tensor] = ()) -> None:
+        super().__init__()
+        self.bytes = self.peak = 0
+        self._known: weakref.WeakSet[Any] = weakref.WeakSet(tensor.untyped_storage() for tensor in inputs)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor) and tensor.untyped_storage() not in self._known:
+                self._add(tensor.untyped_storage())
+        return result
+
+    def _add(self, storage: Any) -> None:
+        self._known.add(storage)
+        size = storage.nbytes()
+        self.bytes += size
+        self.peak = max(self.peak, self.bytes)
+        weakref.finalize(storage, self._drop, size)
+
+    def _drop(self, size: int) -> None:
+        self.bytes -= size

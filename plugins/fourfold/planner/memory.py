@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fourfold.activation.stretches import default_every_n, stretch_sizes
-from fourfold.planner.parameters import key_value_size, query_size
+from fourfold.planner.parameters import head_dim, key_value_size, query_size
 from fourfold.schema import Checkpointing, Precision
 
 
@@ -48,26 +48,68 @@ class StateBytes:
         return self.weights + self.gradients + self.master + self.moments
 
 
-def layer_elements(config: Any, *, seq_len: int, attention: str = "sdpa") -> int:
-    """Elements that one Llama layer saves per token, each storage once. Q = query channels, A = heads, I = MLP.
+@dataclass(frozen=True)
+class Cut:
+    """How tensor parallelism cuts a layer; the settings are those of TensorConfig."""
 
-    Each of the two norms: its input, 1/rms, the normalised values, the scaled output (3H + 1).
-    MLP: gate, silu(gate), up and their product (4I).
+    size: int = 1  # t
+    sequence_parallel: bool = True
+    regather: bool = False
+
+    def between(self, tokens: int) -> int:
+        """Of `tokens`, those that one rank has between the blocks."""
+        parts = self.size if self.sequence_parallel else 1
+        assert tokens % parts == 0, (tokens, parts)
+        return tokens // parts
+
+
+WHOLE = Cut()
+
+
+def layer_elements(config: Any, *, seq_len: int, attention: str = "sdpa", tokens: int = 1, cut: Cut = WHOLE) -> int:
+    """Elements that one Llama layer saves for `tokens` tokens, on one rank, each storage once. Q = query channels, KV = key
+    channels, A = heads, I = MLP, t = cut.size ranks.
+
+    Each of the two norms: its input, 1/rms, the normalised values (2H + 1), of a rank's part of the tokens with sequence
+    parallelism. The block's input (H): of all tokens, or of this rank's part with `regather`. Without sequence parallelism
+    of all tokens on every rank, 6H + 2 for both.
+    MLP: gate, silu(gate), up and their product (4I/t).
     Attention by `attention`, document mask included:
       sdpa                q, k, v repeated for grouped queries, out (4Q), log-sum-exp (A), the mask as numbers (S):
                           torch turns a boolean mask into one of the activations' dtype in every layer
       eager               q, k, v, out (4Q) and the probabilities (A S); in bf16 both as float32 and bf16 (2 A S)
       flash_attention_2   q, out (2Q), k and v as they are (2KV), log-sum-exp (A); derived only, needs a GPU to check
+      fourfold            the same, 2Q/t + 2KV/t + A/t, at least one key head on each rank; at cp_size=1
+
+    Korthikanti et al. 2022 section 4.2 count bytes of a 16-bit GPT layer in units of s b h, 34 = 4 norms + 11 attention +
+    19 MLP. Theirs | ours in elements: norm inputs 4/t | 2 of 2H/t, and 2H + 2 more as transformers' RMSNorm is not one
+    operation; inputs of the blocks 2 + 2, stored as parts (/t) as with `regather` | 2H; q, k 4/t | Q + KV; v 2/t | KV; input of
+    the output projection 2/t | Q; GeLU's and the second product's inputs 8/t + 8/t | 4I of SwiGLU; dropout masks 1/t + 1/t |
+    none; 5 a s / h of the scores | A, flash attention.
     """
-    hidden, heads, query = config.hidden_size, config.num_attention_heads, query_size(config)
+    hidden, heads, query, keys = (
+        config.hidden_size,
+        config.num_attention_heads,
+        query_size(config),
+        key_value_size(config),
+    )
+    local_keys = max(keys // cut.size, head_dim(config))
     by_kind = {
         "sdpa": 4 * query + heads + seq_len,
         "eager": 4 * query + heads * seq_len,
-        "flash_attention_2": 2 * query + 2 * key_value_size(config) + heads,
+        "flash_attention_2": 2 * query + 2 * keys + heads,
+        "fourfold": (2 * query + heads) // cut.size + 2 * local_keys,
     }
     if attention not in by_kind:
         raise ValueError(f"attention={attention} is not one of {', '.join(by_kind)}")
-    return 2 * (3 * hidden + 1) + by_kind[attention] + 4 * config.intermediate_size
+    if cut.size > 1 and attention != "fourfold":
+        raise ValueError(
+            f"attention={attention} with tp_size={cut.size}: tensor parallelism computes attention=fourfold"
+        )
+    part = cut.between(tokens)
+    inputs = 2 * hidden * (part if cut.regather and cut.sequence_parallel else tokens)
+    inside = tokens * (by_kind[attention] + 4 * config.intermediate_size // cut.size)
+    return part * 2 * (2 * hidden + 1) + inputs + inside
 
 
 def activation_elements(
@@ -78,23 +120,23 @@ def activation_elements(
     checkpointing: Checkpointing = Checkpointing.none,
     every_n: int | None = None,
     attention: str = "sdpa",
+    cut: Cut = WHOLE,
 ) -> Activations:
-    """Elements that the decoder layers of a Llama hold for one micro-batch of `batch` rows of `seq_len` tokens.
+    """Elements that the decoder layers of a Llama hold for one micro-batch of `batch` rows of `seq_len` tokens, on one tp rank.
 
     Without dropout; exact for float32, and for bf16 except with eager attention. Outside it: embedding, the rotary tables
     that all layers share, the last norm, the head.
     """
     mode = Checkpointing(checkpointing)
-    tokens, hidden = batch * seq_len, config.hidden_size
-    layer = layer_elements(config, seq_len=seq_len, attention=attention)
+    tokens = batch * seq_len
+    layer = layer_elements(config, seq_len=seq_len, attention=attention, tokens=tokens, cut=cut)
     if mode == Checkpointing.none:
-        return Activations(kept=tokens * config.num_hidden_layers * layer, recomputed=0)
-    attention_kept = query_size(config) + config.num_attention_heads if mode == Checkpointing.selective else 0
+        return Activations(kept=config.num_hidden_layers * layer, recomputed=0)
+    kept = cut.between(tokens) * config.hidden_size
+    if mode == Checkpointing.selective:
+        kept += tokens * (query_size(config) + config.num_attention_heads) // cut.size
     sizes = stretch_sizes(config.num_hidden_layers, checkpointing=mode, every_n=every_n)
-    return Activations(
-        kept=tokens * len(sizes) * (hidden + attention_kept),
-        recomputed=tokens * (max(sizes) * layer - hidden - attention_kept),
-    )
+    return Activations(kept=len(sizes) * kept, recomputed=max(sizes) * layer - kept)
 
 
 def layer_bytes(config: Any, *, batch: int, seq_len: int, flash: bool = False) -> float:

@@ -45,12 +45,13 @@ class Block:
         current = self._pass
         assert current is not None, "a block is entered before its products are computed"
         current.left -= 1
+        part = current.part
         if not current.left:
-            self._pass = None  # nothing of a forward pass stays behind
+            self._pass = current.part = None  # nothing of a forward pass stays behind but what autograd saves
         if self.overlap:
             result: Tensor = _LaterProduct.apply(whole, weight.detach(), bias, current, number)
         elif self.regather:
-            result = _RegatheredProduct.apply(whole, weight, bias, current, current.part)
+            result = _RegatheredProduct.apply(whole, weight, bias, current, part)
         else:
             result = F.linear(whole, weight, bias)
         return result

@@ -60,8 +60,9 @@ class Partial:
 
     @classmethod
     def empty(cls, q: Tensor) -> "Partial":
+        """`out` lies in memory as q does, so that a model's layer, which wants it token by token, makes no copy."""
         lse = q.new_full(q.shape[:3], float("-inf"), dtype=wide(q.dtype))
-        return cls(torch.zeros(q.shape, dtype=lse.dtype, device=q.device), lse, owned=True)
+        return cls(torch.zeros_like(q, dtype=lse.dtype), lse, owned=True)
 
     def widened(self) -> "Partial":
         """Itself, ready to be added to. What a kernel returned is copied, as selective checkpointing keeps it as it was, and
