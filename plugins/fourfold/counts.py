@@ -33,7 +33,8 @@ def count(
     copies: int,
     device: torch.device,
 ) -> Counts:
-    """Collective over `group`, of which `copies` ranks each have the same micro-batches: those count once."""
+    """Collective over `group`, of which `copies` ranks each have the same micro-batches: those count once. All ranks have to
+    be in it: one that saw a reason to stop, alone, would leave the others waiting."""
     lengths = [length for batch in micro_batches for length in document_lengths(batch["document_ids"])]
     mine = torch.tensor(
         [

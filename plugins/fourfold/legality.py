@@ -85,7 +85,7 @@ def check_layers(config: TrainConfig, *, model: Any) -> None:
     """Rules that need the model, on the meta device."""
     from fourfold.tensor.plan import refusals
 
-    _raise(list(refusals(model, more=config.tensor.plan)))
+    _raise(list(refusals(model, more=config.tensor.plan, size=config.tp_size)))
 
 
 def pipeline(config: TrainConfig, *, layout: Layout) -> Iterator[str]:

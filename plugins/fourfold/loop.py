@@ -148,8 +148,8 @@ class TrainingLoop:
             micro_batches,
             window=self._window,
             reasons=reasons,
-            group=self._mesh.loss_group,
-            copies=self._mesh.layout.cp_size,
+            group=self._mesh.world_group,
+            copies=self._mesh.layout.world_size // self._mesh.layout.data_size,
             device=self._device,
         )
 

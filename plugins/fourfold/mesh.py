@@ -22,6 +22,7 @@ class Mesh:
     replicate_group: dist.ProcessGroup  # holds the same shard
     loss_group: dist.ProcessGroup  # whose token losses add up to the loss of the global batch: dp x cp
     model_group: dist.ProcessGroup  # holds one copy of the model between them: pp x tp
+    world_group: dist.ProcessGroup
 
     @property
     def data_rank(self) -> int:
@@ -39,6 +40,8 @@ def build_mesh(layout: Layout, *, device_type: str) -> Mesh:
     shape = tuple(layout.size(axis) for axis in SLOWEST_FIRST)
     device_mesh = init_device_mesh(device_type, shape, mesh_dim_names=SLOWEST_FIRST)
     axis_groups = {axis: device_mesh.get_group(axis) for axis in AXES}
+    world_group = dist.group.WORLD
+    assert world_group is not None
     made = Mesh(
         layout=layout,
         rank=dist.get_rank(),
@@ -47,6 +50,7 @@ def build_mesh(layout: Layout, *, device_type: str) -> Mesh:
         replicate_group=axis_groups["dp_replicate"],
         loss_group=_flat_group(device_mesh, "dp_replicate", "dp_shard", "cp"),
         model_group=_flat_group(device_mesh, "pp", "tp"),
+        world_group=world_group,
     )
     timeout = timeout_of()
     for group in (*axis_groups.values(), made.shard_group, made.loss_group, made.model_group):

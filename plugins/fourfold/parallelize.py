@@ -110,10 +110,16 @@ def _cut_over_tensor_ranks(model: Any, *, config: TrainConfig, mesh: Mesh) -> Te
 
 
 def _head(model: Any, *, config: TrainConfig, tensor: TensorGroup | None, twice: bool) -> nn.Module:
-    softcap, chunk_size = final_softcap(model.config), config.loss.chunk_size
-    if tensor is None:
-        return LossHead(model.lm_head, softcap=softcap, chunk_size=chunk_size, twice=twice)
-    return VocabParallelLossHead(model.lm_head, tensor=tensor, softcap=softcap, chunk_size=chunk_size, twice=twice)
+    settings: dict[str, Any] = {
+        "softcap": final_softcap(model.config),
+        "chunk_size": config.loss.chunk_size,
+        "twice": twice,
+    }
+    return (
+        VocabParallelLossHead(model.lm_head, tensor=tensor, **settings)
+        if tensor
+        else LossHead(model.lm_head, **settings)
+    )
 
 
 def _splits_backward(config: TrainConfig, *, mesh: Mesh) -> bool:

@@ -204,7 +204,7 @@ class TensorConfig:
     regather: bool = False  # keep a part of each block's input and gather it again in the backward pass
     plan: dict[str, str] = field(
         default_factory=dict
-    )  # {module pattern: style}, beside transformers' table of the model
+    )  # {module pattern: style}, for layers that transformers' table lacks
 
 
 @dataclass

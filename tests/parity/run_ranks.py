@@ -5,6 +5,7 @@ from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from fourfold.train import train
 from tests.compose import composed
@@ -78,19 +79,21 @@ def run_stopped_by_signal(rank: int, *, overrides: list[str], signal_rank: int, 
     import os
     import signal
 
-    from fourfold.model import build
+    from fourfold.model.build import CausalLMLoss
+    from fourfold.pipeline.cut import Stage
 
-    healthy, calls = build.CausalLMLoss.forward, 0
+    calls = 0
 
-    def forward(self: Any, **batch: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if (rank, calls) == (signal_rank, micro_batch):
-            os.kill(os.getpid(), signal.SIGINT)
-        return healthy(self, **batch)
+    def interrupting(healthy: Any) -> Any:
+        def forward(self: Any, *arguments: Any, **batch: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if (rank, calls) == (signal_rank, micro_batch):
+                os.kill(os.getpid(), signal.SIGINT)
+            return healthy(self, *arguments, **batch)
 
-    build.CausalLMLoss.forward = forward  # type: ignore[method-assign]
-    try:
-        return whole_run(rank, overrides=overrides)
-    finally:
-        build.CausalLMLoss.forward = healthy  # type: ignore[method-assign]
+        return forward
+
+    with mock.patch.object(CausalLMLoss, "forward", interrupting(CausalLMLoss.forward)):
+        with mock.patch.object(Stage, "forward", interrupting(Stage.forward)):
+            return whole_run(rank, overrides=overrides)

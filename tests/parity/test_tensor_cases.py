@@ -8,11 +8,12 @@ import pytest
 import torch
 
 from fourfold.data.loader import Loader
+from fourfold.errors import INTERRUPTED_EXIT
 from fourfold.layout import Layout
 from fourfold.schema import OptimConfig, TensorConfig
 from tests.families import family_model, save_family
 from tests.parity.context_model_ranks import packed
-from tests.parity.run_ranks import metrics, refused_run, run_and_listen
+from tests.parity.run_ranks import metrics, refused_run, run_and_listen, run_stopped_by_signal
 from tests.parity.strategies import settings
 from tests.parity.tensor_ranks import dropped, tied_through_a_run
 from tests.parity.zero_ranks import ListedRows, train
@@ -143,6 +144,19 @@ def test_dropout_is_equal_on_copies_and_independent_on_parts(ranks: RankPool, se
             assert 0.3 < (first == second).double().mean() < 0.7, (
                 "masks of two parts have nothing to do with each other"
             )
+
+
+@pytest.mark.parametrize("axis", ["tp", "pp"])
+@pytest.mark.parametrize("signal_rank", [0, 1])
+def test_one_rank_asked_to_stop_stops_all(
+    ranks: RankPool, cache: str, tmp_path: Path, axis: str, signal_rank: int
+) -> None:
+    """Whichever rank of a replica sees the signal first."""
+    words = [*QUICK, cache, f"output_dir={tmp_path}", f"{axis}_size=2", "max_steps=8"]
+    codes = ranks.run(2, run_stopped_by_signal, overrides=words, signal_rank=signal_rank, micro_batch=6)
+    assert codes == [INTERRUPTED_EXIT] * 2
+    assert list(metrics(tmp_path, "train/loss")) == [1, 2]
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000002"]
 
 
 REFUSED = [

@@ -77,7 +77,7 @@ REFUSED = [
     (model(9, 3, 1536), 2, ["tp_size=2", "9 query heads", "use tp_size=1, 3."]),
     (model(8, 3, 24), 4, ["tp_size=4", "3 key/value heads", "use tp_size=1."]),
     (model(8, 8, 36), 8, ["tp_size=8", "36 channels", "use tp_size=1, 2, 4."]),
-    (model(8, 2, 32, kind="phi3"), 4, ["tp_size=4", "2 key/value heads", "use tp_size=2 or less"]),
+    (model(8, 2, 32, kind="phi3"), 4, ["tp_size=4", "2 key/value heads", "use tp_size=1, 2."]),
 ]
 
 

@@ -27,12 +27,31 @@ def test_every_linear_and_embedding_of_a_family_is_cut(name: str) -> None:
 
 
 def test_a_style_that_is_not_known_is_refused_by_name() -> None:
-    (problem,) = refusals(model("llama"), more={"model.layers.*.mlp.up_proj": "moe_tp_experts"})
-    assert all(word in problem for word in ("moe_tp_experts", "model.layers.*.mlp.up_proj", "tensor.plan", "colwise"))
+    problem, *_ = refusals(model("llama"), more={"model.layers.*.mlp.side_proj": "moe_tp_experts"}, size=2)
+    assert all(word in problem for word in ("moe_tp_experts", "model.layers.*.mlp.side_proj", "tensor.plan", "colwise"))
+
+
+REFUSED = [
+    ("model.layers.*.mlp.up_proj", "rowwise", ["rowwise", "model.layers.*.mlp.up_proj", "colwise", "leave it out"]),
+    ("model.layers.*.self_attn.o_proj", "colwise", ["colwise", "rowwise"]),
+    ("lm_head", "rowwise", ["lm_head", "rowwise", "colwise_gather_output"]),
+    (
+        "model.layers.*.input_layernorm",
+        "replicated_with_grad_allreduce",
+        ["input_layernorm and 2 like it", "all channels"],
+    ),
+    ("model.norm", "replicated_with_grad_allreduce", ["model.norm", "all channels"]),
+]
+
+
+@pytest.mark.parametrize(("pattern", "style", "words"), REFUSED)
+def test_a_plan_that_contradicts_the_model_is_refused(pattern: str, style: str, words: list[str]) -> None:
+    (problem,) = refusals(model("llama"), more={pattern: style}, size=2)
+    assert all(word in problem for word in words), problem
 
 
 def test_a_pattern_of_nothing_is_refused() -> None:
-    (problem,) = refusals(model("llama"), more={"model.layers.*.mlp.uo_proj": "colwise"})
+    (problem,) = refusals(model("llama"), more={"model.layers.*.mlp.uo_proj": "colwise"}, size=2)
     assert "model.layers.*.mlp.uo_proj" in problem
 
 
@@ -42,7 +61,7 @@ def test_a_layer_of_another_kind_is_refused_with_what_to_do() -> None:
 
     hf = model("llama")
     hf.model.layers[1].mlp.up_proj = LoraLinear()  # type: ignore[attr-defined]
-    (problem,) = refusals(hf, more={})
+    (problem,) = refusals(hf, more={}, size=2)
     assert all(word in problem for word in ("model.layers.1.mlp.up_proj", "LoraLinear", "merge"))
 
 
@@ -50,9 +69,11 @@ def test_a_layer_of_no_table_is_refused_until_the_user_names_it() -> None:
     hf = model("llama")
     for layer in hf.model.layers:  # type: ignore[attr-defined]
         layer.mlp.side_proj = nn.Linear(4, 4, device="meta")
-    problems = list(refusals(hf, more={}))
-    assert len(problems) == 3
-    assert all("side_proj" in problem and "tensor.plan" in problem for problem in problems)
+    (problem,) = refusals(hf, more={}, size=2)
+    assert all(word in problem for word in ("model.layers.0.mlp.side_proj and 2 like it", "tensor.plan", "colwise"))
     more = {"model.layers.*.mlp.side_proj": "colwise"}
-    assert not list(refusals(hf, more=more))
+    assert not list(refusals(hf, more=more, size=2))
+    (problem,) = refusals(hf, more=more, size=8)
+    assert "4 channels" in problem
+    assert "tp_size=8" in problem
     assert parts(hf, more=more)["model.layers.2.mlp.side_proj"] is Part.column

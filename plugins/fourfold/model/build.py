@@ -3,19 +3,18 @@
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fourfold.context.attention import KEYWORD, Context
-from fourfold.model.cross_entropy import IGNORED, linear_cross_entropy
+from fourfold.model.cross_entropy import linear_cross_entropy
 
 
 class LossHead(nn.Module):
     """Output projection and cross-entropy in one: hidden[B, S, D], labels[B, S] -> sum of token losses, fp32 scalar.
 
-    Gradients are computed chunk by chunk in the forward pass, so that logits of one chunk of tokens exist at a time: by
-    torch's linear_cross_entropy, or by ours (cross_entropy.py) for what torch's has not: a final soft-cap (Gemma 2), and
-    a backward pass that comes `twice`, for the input and for the weight.
+    Logits of one chunk of tokens exist at a time, in fp32 (cross_entropy.py). torch's linear_cross_entropy does the same,
+    but returns a sum in the weight's dtype, of 8 bits under bf16, has no soft-cap (Gemma 2), and no backward pass that comes
+    `twice`, for the input and for the weight (pipeline schedules).
     """
 
     def __init__(self, head: nn.Linear, *, softcap: float | None, chunk_size: int | None, twice: bool = False) -> None:
@@ -27,28 +26,20 @@ class LossHead(nn.Module):
         self.twice: bool = twice
 
     def forward(self, hidden: Tensor, labels: Tensor) -> Tensor:
-        hidden, labels = hidden.flatten(0, 1), labels.flatten()
-        size = self.chunk_size or default_chunk(len(labels), self.weight)
-        if self.softcap is not None or self.twice:
-            return self._ours(hidden, labels, chunk_size=size)
-        options = nn.LinearCrossEntropyOptions(batch_chunk_size=size, chunking_method=None)
-        loss = F.linear_cross_entropy(
-            hidden, self.weight, labels, ignore_index=IGNORED, reduction="sum", options=options
-        )
-        return loss.float()
+        """The weight is looked at here, when ZeRO-3 has gathered it."""
+        return self.loss(hidden, labels, group=None, first=0, count=len(self.weight))
 
-    def _ours(self, hidden: Tensor, labels: Tensor, *, chunk_size: int) -> Tensor:
-        """The weight is looked at here, in the forward pass, when ZeRO-3 has gathered it."""
+    def loss(self, hidden: Tensor, labels: Tensor, **share: Any) -> Tensor:
+        """`share` is what this rank has of the vocabulary (linear_cross_entropy)."""
+        size = self.chunk_size or default_chunk(labels.numel(), self.weight)
         return linear_cross_entropy(
-            hidden,
+            hidden.flatten(0, 1),
             self.weight,
-            labels,
-            group=None,
-            first=0,
-            count=len(self.weight),
+            labels.flatten(),
             softcap=self.softcap,
-            chunk_size=chunk_size,
+            chunk_size=size,
             twice=self.twice,
+            **share,
         ).float()
 
 

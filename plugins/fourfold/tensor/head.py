@@ -1,47 +1,25 @@
 """The output projection and cross-entropy over a vocabulary that the tp ranks share: no logits are ever sent."""
 
+from typing import Any
+
 from torch import Tensor, nn
 
-from fourfold.model.build import default_chunk
-from fourfold.model.cross_entropy import linear_cross_entropy
+from fourfold.model.build import LossHead
 from fourfold.slices import slice_of
 from fourfold.tensor.group import TensorGroup
 from fourfold.tensor.regions import Block
 
 
-class VocabParallelLossHead(nn.Module):
+class VocabParallelLossHead(LossHead):
     """hidden[B, S/t, D] with sequence parallelism, else [B, S, D]; labels[B, S] -> sum of token losses, the same on all."""
 
-    def __init__(
-        self,
-        head: nn.Linear,
-        *,
-        tensor: TensorGroup,
-        softcap: float | None,
-        chunk_size: int | None,
-        twice: bool = False,
-    ) -> None:
-        super().__init__()
-        assert head.bias is None, "none of the supported models has a bias in its head"
-        self.weight: nn.Parameter = head.weight
-        self.softcap: float | None = softcap
-        self.chunk_size: int | None = chunk_size
-        self.twice: bool = twice  # LossHead's
+    def __init__(self, head: nn.Linear, *, tensor: TensorGroup, **settings: Any) -> None:
+        """`settings` are LossHead's."""
+        super().__init__(head, **settings)
         self.tensor: TensorGroup = tensor
         self.block: Block = Block(tensor, overlap=False, regather=False, purpose="loss")
 
     def forward(self, hidden: Tensor, labels: Tensor) -> Tensor:
         ((first, last),) = slice_of(self.weight).rows
-        whole, labels = self.block.enter(hidden).flatten(0, 1), labels.flatten()
-        return linear_cross_entropy(
-            whole,
-            self.weight,
-            labels,
-            group=self.tensor.group,
-            first=first,
-            count=last - first,
-            softcap=self.softcap,
-            chunk_size=self.chunk_size or default_chunk(len(labels), self.weight),
-            sent=self.tensor.sent,
-            twice=self.twice,
-        )
+        whole = self.block.enter(hidden)
+        return self.loss(whole, labels, group=self.tensor.group, first=first, count=last - first, sent=self.tensor.sent)

@@ -25,6 +25,7 @@ class Part(StrEnum):
     partial = "partial"  # whole on every rank, sees a part of the heads: gradients are summed
 
 
+HOW = "+tensor.plan={model.layers.*.mlp.side_proj:colwise}"
 COLUMN = {"colwise", "packed_colwise", "colwise_gather_output", "colwise_rep"}  # a gather is left out: a row follows
 STYLES = {
     **dict.fromkeys(COLUMN, Part.column),
@@ -32,44 +33,66 @@ STYLES = {
     "embedding_rowwise": Part.embedding,
     "replicated_with_grad_allreduce": Part.partial,
 }
-PACKED = ("qkv_proj", "gate_up_proj")  # several projections in one matrix, cut each by itself
-BY_HEAD = ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj")
 
 
 def parts(model: Any, *, more: Mapping[str, str]) -> dict[str, Part]:
-    """{module name: what becomes of it}, in the order of the model. Raises ValueError as `refusals` says."""
-    problems = list(refusals(model, more=more))
-    if problems:
-        raise ValueError("\n".join(problems))
+    """{module name: what becomes of it}, in the order of the model, of a model for which nothing is refused."""
     return {name: _part(name, style, model) for name, _, style in _planned(model, more=more)}
 
 
-def refusals(model: Any, *, more: Mapping[str, str]) -> Iterator[str]:
-    """Why the table cannot be carried out, by layer."""
-    table = {**model.tp_plan, **more}
-    for pattern, style in table.items():
+def refusals(model: Any, *, more: Mapping[str, str], size: int) -> Iterator[str]:
+    """Why the table, extended by `more`, cannot be carried out over `size` ranks; once for layers that are alike."""
+    kind, table = model.config.model_type, dict(model.tp_plan)
+    for pattern, style in {**table, **more}.items():
         if style not in STYLES:
             yield (
-                f"tensor parallelism of {model.config.model_type}: the style {style} of {pattern} is not known; known are "
-                f"{', '.join(STYLES)}. Name one of them in tensor.plan, or use tp_size=1."
+                f"tensor parallelism of {kind}: the style {style} of {pattern} is not known; known are {', '.join(STYLES)}. "
+                f"Name one of them ({HOW}), or use tp_size=1."
             )
-    planned = {name for name, *_ in _planned(model, more=more)}
-    for pattern in more:
-        if not any(_matches(name, pattern) for name in planned):
-            yield f"tensor.plan names {pattern}, and {model.config.model_type} has no such layer."
-    for name, module, style in _planned(model, more=more):
-        wanted = _class(style)
-        if wanted is not None and not isinstance(module, wanted):
+    names = [name for name, _ in model.named_modules()]
+    for pattern, style in more.items():
+        if table.get(pattern, style) != style:
             yield (
-                f"{name} is a {type(module).__name__}, which the style {style} cannot cut: merge adapters into the model "
-                f"(merge_and_unload) or take unquantised weights, or use tp_size=1."
+                f"tensor.plan says {style} for {pattern}, which {kind}'s own table cuts as {table[pattern]}: leave it out, the "
+                f"others depend on it."
             )
+        if not any(_matches(name, pattern) for name in names):
+            yield f"tensor.plan names {pattern}, and {kind} has no such layer."
+    yield from _once_for_all_layers(_unfit_layers(model, more=more, size=size))
+
+
+def _unfit_layers(model: Any, *, more: Mapping[str, str], size: int) -> Iterator[tuple[str, str]]:
+    """(name of a layer, what is wrong with it)"""
+    planned = {name: (module, STYLES.get(style)) for name, module, style in _planned(model, more=more)}
+    blocks = {name.rpartition(".")[0] for name, (_, part) in planned.items() if part is Part.column}
+    for name, (module, part) in planned.items():
+        if part is Part.partial and name.rpartition(".")[0] not in blocks:
+            yield (
+                name,
+                "sees all channels on every rank, so that its gradients must not be summed: leave it out of tensor.plan.",
+            )
+        if part in (Part.column, Part.row) and not isinstance(module, nn.Linear):
+            yield (
+                name,
+                f"is a {type(module).__name__}, which cannot be cut: merge adapters into the model (merge_and_unload) or take "
+                f"unquantised weights, or use tp_size=1.",
+            )
+        elif isinstance(module, nn.Linear) and part in (Part.column, Part.row):
+            width = module.out_features if part is Part.column else module.in_features
+            if width % size and name != "lm_head":
+                yield name, f"has {width} channels, which tp_size={size} does not divide: use a tp_size that does."
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear | nn.Embedding) and name not in planned:
-            yield (
-                f"{name} of {model.config.model_type} is in no table: say in tensor.plan how it is cut (colwise or rowwise), or "
-                f"use tp_size=1."
-            )
+            yield name, f"is in no table: say whether it is cut as colwise or rowwise ({HOW}), or use tp_size=1."
+
+
+def _once_for_all_layers(problems: Iterator[tuple[str, str]]) -> Iterator[str]:
+    alike: dict[tuple[str, str], list[str]] = {}
+    for name, problem in problems:
+        alike.setdefault((re.sub(r"\.\d+\.", ".*.", name), problem), []).append(name)
+    for (_, problem), names in alike.items():
+        others = f" and {len(names) - 1} like it" if len(names) > 1 else ""
+        yield f"{names[0]}{others} {problem}"
 
 
 def refused_sizes(model_config: Any, *, size: int) -> Iterator[str]:
@@ -92,7 +115,7 @@ def refused_sizes(model_config: Any, *, size: int) -> Iterator[str]:
         yield (
             f"tp_size={size} would repeat the {heads.kv_heads} key/value heads, and {model_config.model_type} packs them "
             f"with the queries into one matrix, of which a rank cannot store one part alone: use tp_size="
-            f"{max(one for one in legal_sizes(model_config) if heads.kv_heads % one == 0)} or less."
+            f"{', '.join(str(one) for one in legal_sizes(model_config) if heads.kv_heads % one == 0)}."
         )
 
 
@@ -112,9 +135,3 @@ def _matches(name: str, pattern: str) -> bool:
 
 def _part(name: str, style: str, model: Any) -> Part:
     return Part.head if model.get_submodule(name) is model.get_output_embeddings() else STYLES[style]
-
-
-def _class(style: str) -> type[nn.Module] | None:
-    if STYLES.get(style) in (Part.column, Part.row):
-        return nn.Linear
-    return nn.Embedding if STYLES.get(style) is Part.embedding else None

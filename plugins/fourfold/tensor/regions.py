@@ -35,9 +35,10 @@ class Block:
 
     def enter(self, x: Tensor) -> Tensor:
         """x[B, S/t, D] with sequence parallelism, else [B, S, D] -> [B, S, D]."""
-        self._pass = _Pass(self, part=x)
+        current = _Pass(self, part=x)
+        self._pass = current if self.products else None
         weights = [product.weight for product in self.products] if self.overlap else []
-        whole: Tensor = _Enter.apply(x, self._pass, *weights)
+        whole: Tensor = _Enter.apply(x, current, *weights)
         return whole
 
     def product(self, number: int, whole: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -64,9 +65,7 @@ class _Pass:
         self.tensor, self.purpose, self.regather = block.tensor, block.purpose, block.regather
         self.part = part.detach() if block.regather and not block.overlap else None
         self.left = self.waiting = len(block.products)
-        self.gradients: dict[
-            int, Tensor
-        ] = {}  # of the products' outputs, whose weight gradients are still to be computed
+        self.gradients: dict[int, Tensor] = {}  # of products whose weight gradients are still to be computed
         self._gathered: Tensor | None = None
 
     def gathered(self, part: Tensor) -> Tensor:
@@ -134,7 +133,8 @@ class _RegatheredProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         (gradient,), (part, weight) = gradients, ctx.saved_tensors
-        of_weight = _weight_gradient(gradient, ctx.current.gathered(part))
+        whole = ctx.current.gathered(part)
+        of_weight = _weight_gradient(gradient, whole) if ctx.needs_input_grad[1] else None
         return gradient @ weight, of_weight, _bias_gradient(gradient, wanted=ctx.needs_input_grad[2]), None, None
 
 
