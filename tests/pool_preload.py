@@ -9,6 +9,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 import torch
 
 torch.set_num_threads(1)
+os.fsync = lambda fd: None  # files of tests need survive no power cut, and a disk takes its time
 
 import accelerate.big_modeling  # noqa: E402, F401
 import datasets  # noqa: E402, F401

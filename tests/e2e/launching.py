@@ -18,7 +18,6 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
 ACCELERATE = [str(BIN / "accelerate"), "launch", "--config_file", str(ROOT / "tools" / "launch" / "cpu.yaml")]
-SOLO = [sys.executable, "-m", "fourfold"]
 PATIENCE = 300.0  # seconds, on a crowded machine
 LAUNCH_STATE = re.compile(r"(ACCELERATE|TORCHELASTIC|SLURM)_|(LOCAL_)?(RANK|WORLD_SIZE)$|MASTER_|HYDRA_|FORK_LAUNCHED")
 OUR_TRACE = re.compile(r'File ".*/(fourfold|hydra)/.*\.py"')  # a launcher shows one of its own
@@ -119,10 +118,11 @@ class WarmServer:
 SERVER = WarmServer()
 
 
-def warm(*words: str, folder: Path, **changes: str) -> Result:
-    """`python -m fourfold <words>` in a fresh process that has the libraries imported already."""
+def warm(*words: str, folder: Path, world: int = 1, script: str = "", **changes: str) -> Result:
+    """`python -m fourfold <words>`, or a script, in fresh processes that have the libraries imported already."""
     out, err = folder / ".out", folder / ".err"
-    request = {"words": words, "folder": str(folder), "out": str(out), "err": str(err)}
+    request = {"words": words, "world": world, "script": script}
+    request |= {"folder": str(folder), "out": str(out), "err": str(err)}
     begin = time.monotonic()
     code = SERVER.run({**request, "environment": environment(**changes)})
     return Result(code, out.read_text(), err.read_text(), time.monotonic() - begin)

@@ -2,9 +2,11 @@
 checkpoint intact, and the curve of the run to which nothing happened."""
 
 import math
+import signal
 import subprocess
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -46,31 +48,70 @@ def steps(output: Path) -> list[int]:
     return sorted(int(path.name.removeprefix("step-")) for path in (output / "checkpoints").glob("step-*"))
 
 
+LAUNCHED = {  # by accelerate, both at the same time: they wait more than they compute
+    "kill-amid-update:1:9": [],  # the fifth update, of two micro-batches each
+    "kill-amid-file:1:2": ["save_async=true", "tier=zero3"],
+}
+
+
+@pytest.fixture(scope="module")
+def launched(tmp_path_factory: pytest.TempPathFactory, cache: Path, through: Path) -> dict[str, tuple[Path, Result]]:
+    """(folder, result) by fault. All ranks are gone soon: they hold the pipe that is read."""
+
+    def launch(fault: str, more: list[str]) -> tuple[Path, Result]:
+        folder = tmp_path_factory.mktemp("launched")
+        words = [*WORDS, f"cache_dir={cache}", "output_dir=out", *more]
+        result = run([*ACCELERATE, FAULTY, *words], folder=folder, FAULT=fault)
+        assert time.time() - float((folder / "died").read_text()) < 30
+        return folder, result
+
+    with ThreadPoolExecutor(len(LAUNCHED)) as pool:
+        return dict(zip(LAUNCHED, pool.map(launch, LAUNCHED, LAUNCHED.values()), strict=True))
+
+
+def check_killed(folder: Path, *, cache: Path, through: Path, there: list[int], from_step: int) -> None:
+    """What is on disk, and that one process goes on from it."""
+    assert steps(folder / "out") == there
+    went_on = go_on(folder, cache)
+    assert f"from update {from_step} on" in went_on.out
+    assert not list((folder / "out" / "checkpoints").glob(".*")), "nothing is left of the save that was cut short"
+    assert_same_curve(folder / "out", through)
+
+
+@pytest.mark.parametrize(
+    ("fault", "there", "from_step"), [("kill-amid-update:1:9", [2, 4], 4), ("kill-amid-file:1:2", [2], 2)]
+)
+def test_a_rank_is_killed(
+    cache: Path,
+    through: Path,
+    launched: dict[str, tuple[Path, Result]],
+    fault: str,
+    there: list[int],
+    from_step: int,
+) -> None:
+    folder, result = launched[fault]
+    assert result.code != 0
+    rank = fault.split(":")[1]
+    assert "SIGKILL" in result.err or "Signal 9" in result.err, "the launcher says who was killed"
+    assert f"rank      : {rank} " in result.err
+    check_killed(folder, cache=cache, through=through, there=there, from_step=from_step)
+
+
 @pytest.mark.parametrize(
     ("fault", "there", "from_step", "more"),
     [
-        ("kill-amid-update:1:9", [2, 4], 4, []),  # the fifth update, of two micro-batches each
-        ("kill-amid-file:1:2", [2], 2, ["save_async=true", "tier=zero3"]),
         ("kill-before-rename:0:2", [2], 4, []),  # it was whole, and the next run puts it in place
         ("kill-after-rename:0:2", [2, 4], 4, ["save_async=true"]),
     ],
 )
-def test_a_rank_is_killed(
+def test_a_rank_is_killed_as_a_checkpoint_is_put_in_place(
     tmp_path: Path, cache: Path, through: Path, fault: str, there: list[int], from_step: int, more: list[str]
 ) -> None:
     words = [*WORDS, f"cache_dir={cache}", "output_dir=out", *more]
-    result = run([*ACCELERATE, FAULTY, *words], folder=tmp_path, FAULT=fault)
-    ended = time.time()
-    assert result.code != 0
-    assert ended - float((tmp_path / "died").read_text()) < 30, "all ranks are gone: they held the pipe that was read"
-    rank = fault.split(":")[1]
-    assert "SIGKILL" in result.err or "Signal 9" in result.err, "the launcher says who was killed"
-    assert f"rank      : {rank} " in result.err
-    assert steps(tmp_path / "out") == there
-    went_on = go_on(tmp_path, cache)
-    assert f"from update {from_step} on" in went_on.out
-    assert not list((tmp_path / "out" / "checkpoints").glob(".*")), "nothing is left of the save that was cut short"
-    assert_same_curve(tmp_path / "out", through)
+    result = warm(*words, folder=tmp_path, world=2, script=FAULTY, FAULT=fault)
+    assert result.code == -signal.SIGKILL
+    assert time.time() - float((tmp_path / "died").read_text()) < 30, "the other rank is gone"
+    check_killed(tmp_path, cache=cache, through=through, there=there, from_step=from_step)
 
 
 @contextmanager
@@ -92,7 +133,7 @@ def test_the_disk_is_full(tmp_path: Path, cache: Path, through: Path) -> None:
         reason = "No space left on device" if mounted else "File too large"
         fault = "none:0:0" if mounted else "disk-full:1:2"
         words = [*WORDS, f"cache_dir={cache}", "output_dir=out", "keep_last=null"]
-        result = run([*ACCELERATE, FAULTY, *words], folder=tmp_path, FAULT=fault)
+        result = warm(*words, folder=tmp_path, world=2, script=FAULTY, FAULT=fault)
         assert "checkpoint of update 4 not written: rank " in result.out
         assert f"{reason} (" in result.out
         assert set(updates(tmp_path / "out")) == set(range(1, STEPS + 1))

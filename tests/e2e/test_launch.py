@@ -16,11 +16,11 @@ from tests.e2e.launching import (
     LOSS,
     NORM,
     ROOT,
-    SOLO,
     Result,
     command_to_go_on,
     run,
     updates,
+    warm,
 )
 
 STEPS = 12
@@ -34,21 +34,21 @@ class Run:
     folder: Path
 
 
-def started(tmp_path_factory: pytest.TempPathFactory, cache: Path, command: list[str], words: list[str]) -> Run:
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Run:
     folder = tmp_path_factory.mktemp("run")
-    result = run([*command, *WORDS, f"cache_dir={cache}", "output_dir=out", *words], folder=folder)
+    command = [*ACCELERATE, "-m", "fourfold", *WORDS, f"cache_dir={cache}", "output_dir=out"]
+    result = run(command, folder=folder)
     assert result.code == 0, result.err
     return Run(result, folder / "out", folder)
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Run:
-    return started(tmp_path_factory, cache, [*ACCELERATE, "-m", "fourfold"], [])
-
-
-@pytest.fixture(scope="module")
 def one(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Run:
-    return started(tmp_path_factory, cache, SOLO, [])
+    folder = tmp_path_factory.mktemp("run")
+    result = warm(*WORDS, f"cache_dir={cache}", "output_dir=out", folder=folder)
+    assert result.code == 0, result.err
+    return Run(result, folder / "out", folder)
 
 
 def assert_same_curve(ours: Path, theirs: Path) -> None:
@@ -148,7 +148,7 @@ def test_the_command_to_go_on_goes_on(two: Run) -> None:
 def test_one_rank_fails(tmp_path: Path, cache: Path) -> None:
     """L03: the trace of rank 1 with its number, a code that is not 0, and the other rank does not wait for it."""
     words = ["task=quickstart", "debug=cpu", f"cache_dir={cache}", "output_dir=out"]
-    result = run([*ACCELERATE, str(ROOT / "tests" / "e2e" / "broken_rank.py"), *words], folder=tmp_path)
+    result = warm(*words, folder=tmp_path, world=2, script=str(ROOT / "tests" / "e2e" / "broken_rank.py"))
     assert result.code != 0
     assert result.seconds < 120
     assert result.err.count("[rank 1 of 2] Traceback") == 1

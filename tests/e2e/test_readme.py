@@ -4,12 +4,14 @@ import re
 import shlex
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from fourfold.paths import RECIPES
 from tests.compose import composed
+from tests.e2e.launching import warm
 
 ROOT = RECIPES.parent
 BIN = Path(sys.executable).parent
@@ -71,6 +73,12 @@ def run(command: str, place: Path) -> subprocess.CompletedProcess[str]:
     return done
 
 
+def run_together(commands: list[str], place: Path) -> list[str]:
+    """What they print. A command imports for seconds, on one core."""
+    with ThreadPoolExecutor(len(commands)) as pool:
+        return [done.stdout for done in pool.map(lambda command: run(command, place), commands)]
+
+
 def test_quickstart_learns_and_its_export_loads(quickstart: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -86,28 +94,30 @@ def test_quickstart_learns_and_its_export_loads(quickstart: Path) -> None:
 
 def test_export_command(quickstart: Path) -> None:
     assert "fourfold export runs/quickstart exported" in COMMANDS
-    run("fourfold export runs/quickstart exported", quickstart)
-    assert (quickstart / "exported" / "model.safetensors").is_file()
     assert "fourfold export runs/quickstart exported-deepspeed --to deepspeed" in COMMANDS
-    run("fourfold export runs/quickstart exported-deepspeed --to deepspeed", quickstart)
+    run_together(
+        [
+            "fourfold export runs/quickstart exported",
+            "fourfold export runs/quickstart exported-deepspeed --to deepspeed",
+        ],
+        quickstart,
+    )
+    assert (quickstart / "exported" / "model.safetensors").is_file()
     assert (quickstart / "exported-deepspeed" / "latest_universal").read_text() == "global_step60"
 
 
-def test_settings_command(tmp_path: Path) -> None:
-    assert "fourfold train --cfg job task=quickstart tier=hsdp" in COMMANDS
-    assert "dp_replicate_size: -1" in run("fourfold train --cfg job task=quickstart tier=hsdp", tmp_path).stdout
-
-
-def test_data_command(tmp_path: Path) -> None:
-    command = "fourfold data --rows 3 task=quickstart"
-    assert command in COMMANDS
-    shown = run(command, tmp_path).stdout
+def test_settings_and_data_commands(tmp_path: Path) -> None:
+    settings, data = "fourfold train --cfg job task=quickstart tier=hsdp", "fourfold data --rows 3 task=quickstart"
+    assert {settings, data} <= set(COMMANDS)
+    shown, rows = run_together([settings, data], tmp_path)
+    assert "dp_replicate_size: -1" in shown
     for part in ("documents", "best_fit", "tokens of a document", "row 3", "⟦"):
-        assert part in shown, part
+        assert part in rows, part
     assert not list(tmp_path.iterdir())
 
 
 def test_laptop_command(tmp_path: Path) -> None:
     command = "-m fourfold task=smollm2 tier=zero3_checkpointed debug=cpu"
     assert any(command in known for known in COMMANDS)
-    run(f"accelerate launch --config_file {ROOT}/tools/launch/cpu.yaml {command}", tmp_path)
+    done = warm(*shlex.split(command)[2:], folder=tmp_path, world=2)
+    assert done.code == 0, done.err

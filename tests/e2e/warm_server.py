@@ -1,41 +1,93 @@
 """Runs fourfold again and again without importing the libraries again: one JSON request a line in, one exit code out.
 
+Several ranks of a request are run as torchrun runs them: it keeps the store, and who fails has the others ended.
+
 A server of its own: multiprocessing has one forkserver for all, and that is the rank pool's.
 """
 
 import json
 import os
+import runpy
+import signal
 import sys
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
+    import torch.distributed as dist
+
     import fourfold.train  # noqa: F401
     from fourfold.cli import main
 
 
-def run(request: dict[str, Any]) -> int:
+def run(request: dict[str, Any], launch: dict[str, str]) -> int:
     """In the child: become the process that was asked for."""
     os.chdir(request["folder"])
     os.environ.clear()
-    os.environ.update(request["environment"])
+    os.environ.update(request["environment"] | launch)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     for path, number in ((request["out"], 1), (request["err"], 2)):
-        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
-    sys.argv = ["__main__.py", *request["words"]]
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+    sys.argv = [request["script"] or "__main__.py", *request["words"]]
     try:
-        main()
+        if request["script"]:
+            runpy.run_path(request["script"], run_name="__main__")
+        else:
+            main()
     except SystemExit as leaving:
         return int(leaving.code or 0)
     return 0
 
 
-for line in sys.stdin:
+def start(request: dict[str, Any], launch: dict[str, str]) -> int:
     child = os.fork()
     if child == 0:
-        code = run(json.loads(line))
+        code = run(request, launch)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
-    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+    return child
+
+
+def exit_code(children: set[int]) -> int:
+    """That of the first that fails."""
+    failed = 0
+    while children:
+        child, status = os.wait()
+        children.discard(child)
+        code = os.waitstatus_to_exitcode(status)
+        if code and not failed:
+            failed = code
+            for other in children:
+                os.kill(other, signal.SIGTERM)
+    return failed
+
+
+def launches(world: int) -> Iterator[dict[str, str]]:
+    """The variables of each rank that torchrun would set."""
+    if world == 1:
+        yield {}
+        return
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for rank in range(world):
+        yield {
+            **{name: str(rank) for name in ("RANK", "LOCAL_RANK")},
+            **{name: str(world) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")},
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(store.port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RESTART_COUNT": "0",
+        }
+    STORES.append(store)
+
+
+STORES: list[Any] = []  # of the request at hand
+for line in sys.stdin:
+    asked = json.loads(line)
+    for name in ("out", "err"):
+        open(asked[name], "w").close()
+    code = exit_code({start(asked, launch) for launch in launches(asked["world"])})
+    STORES.clear()
+    print(code, flush=True)

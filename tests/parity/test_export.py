@@ -55,8 +55,7 @@ def same_files(source: Path, exported: Path, *, changed: set[str]) -> None:
             assert same == (path.name not in changed), path.name
 
 
-@pytest.mark.parametrize("tier", ["zero2", "zero3"])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(("tier", "precision"), [("zero2", "fp32"), ("zero3", "bf16")])
 def test_k05_nothing_but_the_weights_changes(
     ranks: RankPool, source: Path, tmp_path: Path, tier: str, precision: str
 ) -> None:
@@ -72,8 +71,7 @@ def test_k05_nothing_but_the_weights_changes(
     assert "Fine-tuned from" in (exported / "README.md").read_text()
 
 
-@pytest.mark.parametrize("tier", ["dp", "zero3"])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(("tier", "precision"), [("dp", "bf16"), ("zero3", "fp32")])
 def test_an_untrained_model_comes_out_bit_by_bit(
     ranks: RankPool, source: Path, tmp_path: Path, tier: str, precision: str
 ) -> None:
@@ -137,8 +135,16 @@ def test_k01_tied_by_the_config_but_not_in_the_files_is_refused(ranks: RankPool,
     assert "ties lm_head.weight to model.embed_tokens.weight (tie_word_embeddings=true)" in message
 
 
-def test_a_damaged_checkpoint_is_not_exported(ranks: RankPool, source: Path, tmp_path: Path) -> None:
-    run(ranks, source, tmp_path / "run", "export=false", world=1)
+@pytest.fixture(scope="module")
+def not_exported(ranks: RankPool, source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Output folder of a run of two ranks that made no export."""
+    output = tmp_path_factory.mktemp("not-exported") / "run"
+    assert not run(ranks, source, output, "export=false").exists()
+    return output
+
+
+def test_a_damaged_checkpoint_is_not_exported(not_exported: Path, tmp_path: Path) -> None:
+    shutil.copytree(not_exported, tmp_path / "run")
     file = next((tmp_path / "run" / "checkpoints").iterdir()) / "rank-00000.safetensors"
     content = bytearray(file.read_bytes())
     content[-5] ^= 1
@@ -168,24 +174,22 @@ def test_a_stretched_context_is_written_and_loads(ranks: RankPool, source: Path,
     AutoModelForCausalLM.from_pretrained(exported)
 
 
-def test_export_in_another_dtype_and_offline_from_a_run(ranks: RankPool, source: Path, tmp_path: Path) -> None:
-    run(ranks, source, tmp_path / "run", "export=false")
-    target = export_checkpoint(tmp_path / "run", target=tmp_path / "mine", dtype="float32")
+def test_export_in_another_dtype_and_offline_from_a_run(not_exported: Path, tmp_path: Path) -> None:
+    target = export_checkpoint(not_exported, target=tmp_path / "mine", dtype="float32")
     assert {tensor.dtype for tensor in load_file(target / "model.safetensors").values()} == {torch.float32}
     assert json.loads((target / "config.json").read_text())["dtype"] == "float32"
     with pytest.raises(ValueError, match="exists already"):
-        export_checkpoint(tmp_path / "run", target=target, dtype=None)
+        export_checkpoint(not_exported, target=target, dtype=None)
     with pytest.raises(ValueError, match="neither a complete checkpoint nor a run"):
         export_checkpoint(tmp_path, target=tmp_path / "other", dtype=None)
 
 
 def test_large_models_are_split_over_files(
-    ranks: RankPool, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    source: Path, not_exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from transformers import AutoModelForCausalLM
 
-    run(ranks, source, tmp_path / "run", "export=false")
-    checkpoint = next((tmp_path / "run" / "checkpoints").iterdir())
+    checkpoint = next((not_exported / "checkpoints").iterdir())
     monkeypatch.setattr("fourfold.checkpoint.export.SHARD_BYTES", 600_000)
     target = export(checkpoint, source=source, target=tmp_path / "split")
     files = sorted(path.name for path in target.glob("*.safetensors"))

@@ -1,4 +1,4 @@
-"""Checkpoints of every layout resumed by every other: state bit by bit, and the next update of the uninterrupted run."""
+"""Checkpoints of every layout resumed by others: state bit by bit, and the next update of the uninterrupted run."""
 
 import json
 from pathlib import Path
@@ -30,7 +30,9 @@ LAYOUTS = [
     ("hsdp2", 4),
     ("hsdp3", 4),
 ]
-BF16 = [("zero1", 2), ("zero3", 4), ("hsdp2", 4)]
+DISTANCES = (0, 3, 5, 8, 10)  # in this list, from a layout to those whose checkpoints it goes on from: itself is one
+PAIRS = [(LAYOUTS[(at + far) % len(LAYOUTS)], layout) for at, layout in enumerate(LAYOUTS) for far in DISTANCES]
+BF16 = [("zero1", 2), ("zero3", 4), ("hsdp2", 4), ("dp", 2)]
 
 
 def config(strategy: str, *, precision: Precision = Precision.fp32) -> TrainConfig:
@@ -70,21 +72,42 @@ def saved(ranks: RankPool, folder: Path, tmp_path_factory: pytest.TempPathFactor
     return save_all(ranks, folder, tmp_path_factory.mktemp("fp32"), layouts=LAYOUTS, precision=Precision.fp32)
 
 
+@pytest.fixture(scope="module")
+def saved_bf16(ranks: RankPool, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    return save_all(ranks, folder, tmp_path_factory.mktemp("bf16"), layouts=BF16, precision=Precision.bf16)
+
+
+def test_pairs_cover_every_kind_of_change() -> None:
+    """Each layout five times as source; every number of ranks and every stage to every other, HSDP to and from all."""
+    assert all(sum(source == layout for source, _ in PAIRS) == len(DISTANCES) for layout in LAYOUTS)
+    assert len({(source[1], target[1]) for source, target in PAIRS}) == 3**2
+
+    def kind(layout: tuple[str, int]) -> tuple[int, bool]:
+        return STRATEGIES[layout[0]][0], layout[0].startswith("hsdp")
+
+    kinds = {kind(layout) for layout in LAYOUTS}
+    assert len({(kind(source)[0], kind(target)[0]) for source, target in PAIRS}) == 4**2
+    found = {(kind(source), kind(target)) for source, target in PAIRS}
+    assert all(any((one, other) in found for other in kinds if other[1]) for one in kinds), "into HSDP"
+    assert all(any((other, one) in found for other in kinds if other[1]) for one in kinds), "out of HSDP"
+
+
 @pytest.mark.parametrize(("strategy", "world"), LAYOUTS)
-def test_k06_k13_every_layout_goes_on_from_every_other(
+def test_k06_k13_every_layout_goes_on_from_others(
     ranks: RankPool, folder: Path, saved: Saved, strategy: str, world: int
 ) -> None:
     checkpoints, thirds = saved
+    names = [f"{source[0]} on {source[1]}" for source, target in PAIRS if target == (strategy, world)]
     results = ranks.run(
         world,
         resume_from_all,
         folder=folder,
         config=config(strategy),
         layout=STRATEGIES[strategy][1](world),
-        checkpoints=checkpoints,
+        checkpoints={name: checkpoints[name] for name in names},
     )
-    assert len(checkpoints) == len(LAYOUTS)
     for result in results:
+        assert list(result) == names
         for name, found in result.items():
             want = thirds[name]
             assert not found["wrong"], (name, found["wrong"])
@@ -97,8 +120,8 @@ def test_k06_k13_every_layout_goes_on_from_every_other(
                 assert all(torch.equal(found["state"][key], want["state"][key]) for key in want["state"])
 
 
-def test_bf16_checkpoints_keep_fp32_masters_and_moments(ranks: RankPool, folder: Path, tmp_path: Path) -> None:
-    checkpoints, thirds = save_all(ranks, folder, tmp_path, layouts=BF16, precision=Precision.bf16)
+def test_bf16_checkpoints_keep_fp32_masters_and_moments(ranks: RankPool, folder: Path, saved_bf16: Saved) -> None:
+    checkpoints, thirds = saved_bf16
     for strategy, world in BF16:
         results = ranks.run(
             world,
@@ -117,14 +140,14 @@ def test_bf16_checkpoints_keep_fp32_masters_and_moments(ranks: RankPool, folder:
             assert torch.equal(pieces.read(name, kind="weight"), masters[f"master:{name}"].bfloat16()), name
 
 
-@pytest.mark.parametrize(("strategy", "world"), [("zero1", 2), ("zero3", 4), ("hsdp2", 4), ("dp", 2)])
+@pytest.mark.parametrize(("strategy", "world"), BF16)
 @pytest.mark.parametrize("precision", [Precision.fp32, Precision.bf16])
 def test_nothing_is_written_twice(
-    ranks: RankPool, folder: Path, tmp_path: Path, strategy: str, world: int, precision: Precision
+    saved: Saved, saved_bf16: Saved, strategy: str, world: int, precision: Precision
 ) -> None:
     """12 bytes a parameter, and 2 for weights that are not the masters; one replica writes, each rank its own share."""
-    checkpoints, _ = save_all(ranks, folder, tmp_path, layouts=[(strategy, world)], precision=precision)
-    (checkpoint,) = checkpoints.values()
+    checkpoints, _ = saved if precision is Precision.fp32 else saved_bf16
+    checkpoint = checkpoints[f"{strategy} on {world}"]
     parameters = sum(tensor.numel() for tensor in tiny_model(tied=True).parameters())
     files = sorted(checkpoint.glob("*.safetensors"))
     layout = STRATEGIES[strategy][1](world)

@@ -193,12 +193,11 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_place(
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-00000001"]
 
 
-@pytest.mark.parametrize(
-    ("precision", "stage"), [("fp32", "zero2"), ("fp32", "zero3"), ("bf16", "zero1"), ("bf16", "zero3")]
-)
+@pytest.mark.parametrize(("precision", "stage"), [("fp32", "zero2"), ("bf16", "zero3")])
 def test_a_gradient_that_is_not_finite_updates_nothing(
     ranks: RankPool, cache: str, tmp_path: Path, precision: str, stage: str
 ) -> None:
+    """The other stages and precisions: test_deepspeed_canary."""
     overrides = [*QUICK, cache, f"output_dir={tmp_path}", "seq_len=16", "save_every=1", f"tier={stage}"]
     messages = ranks.run(
         2,
@@ -278,7 +277,7 @@ def test_the_run_ends_with_a_checkpoint_before_max_time(ranks: RankPool, cache: 
     assert (tmp_path / "checkpoints" / f"step-{done:08d}" / "checkpoint.json").is_file()
 
 
-@pytest.mark.parametrize("name", ["dp", "zero1", "zero2", "zero3", "hsdp"])
+@pytest.mark.parametrize("name", ["dp", "zero2", "zero3", "hsdp"])  # zero1 saves what zero2 does
 def test_k14_saving_is_collective_and_the_newest_are_kept(
     ranks: RankPool, cache: str, tmp_path: Path, name: str
 ) -> None:

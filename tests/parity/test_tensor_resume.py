@@ -37,7 +37,7 @@ WAYS = {
 
 
 @pytest.mark.parametrize(
-    ("family", "kv_heads", "names"), [("llama_tied", 2, list(WAYS)), ("phi3", 4, ["one", "tp2 zero3", "tp4"])]
+    ("family", "kv_heads", "names"), [("llama_tied", 2, list(WAYS)), ("phi3", 4, ["tp2 zero3", "tp4"])]
 )
 def test_every_layout_goes_on_from_every_other(
     ranks: RankPool, tmp_path: Path, family: str, kv_heads: int, names: list[str]

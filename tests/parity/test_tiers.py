@@ -48,17 +48,18 @@ def test_tier_equals_one_process(ranks: RankPool, one_process: tuple[Path, Path]
         torch.testing.assert_close(ours[name], theirs[name], rtol=1e-3, atol=ROUNDING, msg=name)
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_a_long_row_over_all_ranks(ranks: RankPool, tmp_path: Path, world: int) -> None:
-    """smollm2_32k's yarn and split documents, on as many ranks as are there."""
-    seen = {}
-    for size in (1, world):
-        output = tmp_path / f"cp{size}"
-        words = ["task=smollm2_32k", "tier=long_context", f"cp_size={size}", "debug=cpu", "max_steps=3"]
-        words += [f"cache_dir={tmp_path / 'cache'}", f"output_dir={output}"]
-        assert ranks.run(size, whole_run, overrides=words) == [0] * size
-        seen[size] = {
-            key: metrics(output, key) for key in ("train/loss", "train/grad_norm", "eval/loss", "train/targets")
-        }
-    for key, truth in seen[1].items():
-        assert seen[world][key] == pytest.approx(truth, rel=1e-5), key
+def long_row(ranks: RankPool, folder: Path, *, size: int) -> dict[str, dict[int, float]]:
+    """What `size` ranks of one context see of smollm2_32k's yarn and split documents, by key."""
+    words = ["task=smollm2_32k", "tier=long_context", f"cp_size={size}", "debug=cpu", "max_steps=3"]
+    words += [f"cache_dir={folder / 'cache'}", f"output_dir={folder / f'cp{size}'}"]
+    assert ranks.run(size, whole_run, overrides=words) == [0] * size
+    keys = ("train/loss", "train/grad_norm", "eval/loss", "train/targets")
+    return {key: metrics(folder / f"cp{size}", key) for key in keys}
+
+
+def test_a_long_row_over_all_ranks(ranks: RankPool, tmp_path: Path) -> None:
+    """On as many ranks as are there."""
+    truth = long_row(ranks, tmp_path, size=1)
+    for world in (2, 4):
+        for key, seen in long_row(ranks, tmp_path, size=world).items():
+            assert seen == pytest.approx(truth[key], rel=1e-5), (world, key)

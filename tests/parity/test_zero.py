@@ -54,11 +54,11 @@ def check(results: list[dict[str, Any]], expected: Any, *, tight: float) -> None
         assert distance < 10 * tight, name
 
 
+# On 4 ranks one micro-batch an update, as AdamW below has three; on 1 and 2 ranks one or three in turn.
 CASES = [
-    (strategy, world, accumulation)
-    for strategy in STRATEGIES
+    (strategy, world, 1 if world == 4 or (world + number) % 2 else 3)
+    for number, strategy in enumerate(STRATEGIES)
     for world in ((4,) if strategy.startswith("hsdp") else (1, 2, 4))
-    for accumulation in (1, 3)
 ]
 
 
@@ -99,34 +99,41 @@ def test_adamw_equals_one_process(ranks: RankPool, folders: dict[bool, Path], st
     check(results, truth(tied=True, optim=optim), tight=1e-6)
 
 
+@pytest.fixture(scope="module")
+def in_bf16(ranks: RankPool, folders: dict[bool, Path]) -> dict[str, torch.Tensor]:
+    (gradients,) = ranks.run(1, bf16_gradients, folder=folders[False], batch=batches(0, rows=16))
+    return dict(gradients)
+
+
 @pytest.mark.parametrize("strategy", list(STRATEGIES))
-def test_bf16_sums_and_reduces_in_fp32(ranks: RankPool, folders: dict[bool, Path], strategy: str) -> None:
+def test_bf16_sums_and_reduces_in_fp32(
+    ranks: RankPool, folders: dict[bool, Path], in_bf16: dict[str, torch.Tensor], strategy: str
+) -> None:
     """Against one process that runs the same 16 micro-batches in bf16 and adds their gradients in fp32: what is left is
     the order of fp32 additions. (Sums in bf16 are wrong by about 5e-3.)"""
     stage, layout = STRATEGIES[strategy]
-    batch = batches(0, rows=16)
-    (truth,) = ranks.run(1, bf16_gradients, folder=folders[False], batch=batch)
     result = ranks.run(
         4,
         train,
         folder=folders[False],
         config=settings(stage=stage, optim=OptimConfig(name="sgd"), precision=Precision.bf16),
         layout=layout(4),
-        steps=[batch],
+        steps=[batches(0, rows=16)],
         accumulation=4,
     )[0]
-    distance, name = worst(result["gradients"][0], truth)
+    distance, name = worst(result["gradients"][0], in_bf16)
     assert distance < 1e-5, name
 
 
-@pytest.mark.parametrize("accumulation", [1, 3])
 @pytest.mark.parametrize(
-    ("stage", "offload"),
+    ("stage", "offload", "accumulation"),
     [
-        (2, OffloadConfig(optimizer=Offload.cpu)),
-        (3, OffloadConfig(optimizer=Offload.cpu)),
-        (3, OffloadConfig(parameters=Offload.cpu)),
-        (3, OffloadConfig(optimizer=Offload.cpu, parameters=Offload.cpu)),
+        (2, OffloadConfig(optimizer=Offload.cpu), 1),
+        (2, OffloadConfig(optimizer=Offload.cpu), 3),
+        (3, OffloadConfig(optimizer=Offload.cpu), 3),
+        (3, OffloadConfig(parameters=Offload.cpu), 3),
+        (3, OffloadConfig(optimizer=Offload.cpu, parameters=Offload.cpu), 1),
+        (3, OffloadConfig(optimizer=Offload.cpu, parameters=Offload.cpu), 3),
     ],
 )
 def test_offload_equals_one_process(

@@ -5,11 +5,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from fourfold.layout import Layout
 from fourfold.schema import OptimConfig, Precision, TrainConfig
 from tests.parity.strategies import STRATEGIES, settings
-from tests.parity.zero_ranks import decay_only, optimizer_dtypes, train, train_by_loader
+from tests.parity.zero_ranks import decay_only, of_each_batch, optimizer_dtypes, train, train_by_loader
 from tests.pool import RankPool
 from tests.reference import LENGTH, Reference, batches, tiny_model, worst
 
@@ -36,19 +37,40 @@ def world_of(strategy: str) -> tuple[int, Layout]:
     return world, STRATEGIES[strategy][1](world)
 
 
-@EVERY
-def test_z01_ranks_with_unequal_targets(ranks: RankPool, folder: Path, strategy: str) -> None:
-    """transformers#34242: the mean over all targets, not the mean of the ranks' means."""
-    world, layout = world_of(strategy)
-    batch = batches(0, rows=world)
-    batch["labels"][1::2, :-3] = -100  # every other rank has 2 targets at most
+def uneven(world: int) -> dict[str, tuple[dict[str, Tensor], int]]:
+    """(batch, micro-batches a rank) by the report that it is of."""
+    unequal, none = batches(0, rows=world), batches(0, rows=2 * world)
+    unequal["labels"][1::2, :-3] = -100  # every other rank has 2 targets at most
+    none["labels"][1::world] = -100  # rank 1 has none
+    none["labels"][0] = -100  # nor has rank 0's first micro-batch
+    return {"z01": (unequal, 1), "d02": (none, 2)}
+
+
+@pytest.fixture(scope="module")
+def of_uneven(ranks: RankPool, folder: Path) -> dict[str, list[dict[str, Any]]]:
+    """By strategy what each rank saw of each of those batches."""
+    found = {}
+    for strategy in STRATEGIES:
+        world, layout = world_of(strategy)
+        task = {"folder": folder, "config": sgd(strategy), "layout": layout, "batches": uneven(world)}
+        found[strategy] = ranks.run(world, of_each_batch, **task)
+    return found
+
+
+def check_uneven(of_uneven: dict[str, list[dict[str, Any]]], strategy: str, report: str) -> None:
+    batch, _ = uneven(world_of(strategy)[0])[report]
     loss, norm, gradients = Reference(tiny_model(tied=True)).step(batch)
-    for result in ranks.run(
-        world, train, folder=folder, config=sgd(strategy), layout=layout, steps=[batch], accumulation=1
-    ):
-        assert result["loss"] == pytest.approx([loss], rel=1e-6)
-        assert result["norm"] == pytest.approx([norm], rel=1e-5)
-        assert worst(result["gradients"][0], gradients)[0] < 1e-5
+    for results in of_uneven[strategy]:
+        result = results[report]
+        assert result["loss"] == pytest.approx(loss, rel=1e-6)
+        assert result["norm"] == pytest.approx(norm, rel=1e-5)
+        assert worst(result["gradients"], gradients)[0] < 1e-5
+
+
+@EVERY
+def test_z01_ranks_with_unequal_targets(of_uneven: dict[str, list[dict[str, Any]]], strategy: str) -> None:
+    """transformers#34242: the mean over all targets, not the mean of the ranks' means."""
+    check_uneven(of_uneven, strategy, "z01")
 
 
 @EVERY
@@ -100,7 +122,7 @@ def test_z04_masters_and_moments_are_fp32_under_bf16(ranks: RankPool, folder: Pa
 def test_z07_one_norm_and_one_clipped_result_for_all(ranks: RankPool, folder: Path, clip: float) -> None:
     """torchtitan#2318: no factor of the number of ranks between strategies."""
     optim = OptimConfig(name="sgd", learning_rate=0.1, weight_decay=0.0, max_grad_norm=clip)
-    steps = [batches(step, rows=8) for step in range(3)]
+    steps = [batches(step, rows=8) for step in range(2)]  # the second is of what the first left
     results = {
         strategy: ranks.run(
             4,
@@ -132,19 +154,11 @@ def test_z10_matrices_decay_and_norms_do_not(ranks: RankPool, folder: Path, stra
 
 
 @EVERY
-def test_d02_ranks_and_micro_batches_without_a_target(ranks: RankPool, folder: Path, strategy: str) -> None:
+def test_d02_ranks_and_micro_batches_without_a_target(
+    of_uneven: dict[str, list[dict[str, Any]]], strategy: str
+) -> None:
     """OLMo-core#657: finite, and they add nothing; the others weigh by their tokens."""
-    world, layout = world_of(strategy)
-    batch = batches(0, rows=2 * world)
-    batch["labels"][1::world] = -100  # rank 1 has none
-    batch["labels"][0] = -100  # nor has rank 0's first micro-batch
-    loss, norm, gradients = Reference(tiny_model(tied=True)).step(batch)
-    for result in ranks.run(
-        world, train, folder=folder, config=sgd(strategy), layout=layout, steps=[batch], accumulation=2
-    ):
-        assert result["loss"] == pytest.approx([loss], rel=1e-6)
-        assert result["norm"] == pytest.approx([norm], rel=1e-5)
-        assert worst(result["gradients"][0], gradients)[0] < 1e-5
+    check_uneven(of_uneven, strategy, "d02")
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])

@@ -123,6 +123,23 @@ def train(
     return history
 
 
+def of_each_batch(
+    rank: int, *, folder: Path, config: TrainConfig, layout: Layout, batches: dict[str, tuple[dict[str, Tensor], int]]
+) -> dict[str, dict[str, Any]]:
+    """{loss, norm, gradients} by the name of a batch, each cut into so many micro-batches; all of one model: the
+    updates between them have a rate of zero."""
+    engine, mesh = build(rank, folder=folder, config=config, layout=layout)
+    found = {}
+    for name, (batch, accumulation) in batches.items():
+        targets = int((batch["labels"] != -100).sum())
+        loss = engine.forward_backward(micro_batches(batch, mesh=mesh, count=accumulation), targets=targets).sum()
+        gradients = gather(engine, engine.gradients(), mesh=mesh)
+        norm = engine.step(learning_rate=0.0)
+        dist.all_reduce(loss, group=mesh.loss_group)
+        found[name] = {"loss": loss.item() / targets, "norm": norm, "gradients": gradients}
+    return found
+
+
 def bf16_gradients(rank: int, *, folder: Path, batch: dict[str, Tensor]) -> dict[str, Tensor]:
     """One process, plain torch: each row a micro-batch in bf16, their gradients added in fp32."""
     from transformers import AutoConfig
