@@ -94,6 +94,8 @@ def run_stopped_by_signal(rank: int, *, overrides: list[str], signal_rank: int, 
 
         return forward
 
-    with mock.patch.object(CausalLMLoss, "forward", interrupting(CausalLMLoss.forward)):
-        with mock.patch.object(Stage, "forward", interrupting(Stage.forward)):
-            return whole_run(rank, overrides=overrides)
+    with (
+        mock.patch.object(CausalLMLoss, "forward", interrupting(CausalLMLoss.forward)),
+        mock.patch.object(Stage, "forward", interrupting(Stage.forward)),
+    ):
+        return whole_run(rank, overrides=overrides)

@@ -147,7 +147,10 @@ def test_looking_is_quick(words: tuple[str, ...], tmp_path: Path) -> None:
 
 def test_help_lists_groups_and_recipes(tmp_path: Path) -> None:
     text = fourfold("--help", folder=tmp_path).stdout
-    assert "tier: dp, hsdp, long_context, none, zero1, zero2, zero3, zero3_checkpointed, zero3_offload" in text
+    assert (
+        "tier: dp, hsdp, long_context, none, pipeline, tensor, zero1, zero2, zero3, zero3_checkpointed, zero3_offload"
+        in text
+    )
     assert "task: llama3_8b, llama3_8b_128k, none, quickstart, smollm2, smollm2_32k" in text
     assert "zero: stage0, stage1, stage2, stage3" in text
     assert "command line > debug > task > tier > train.yaml > group file > schema" in text
