@@ -1,4 +1,4 @@
-"""The commands: `fourfold [train] <overrides>`, `fourfold data`, `fourfold export`. Nothing heavy is imported before a run is certain."""
+"""The commands: `fourfold [train] <overrides>`, `fourfold data`, `fourfold plan`, `fourfold export`. Nothing heavy is imported before a run is certain."""
 
 import argparse
 import os
@@ -22,6 +22,9 @@ def main() -> None:
         run_and_exit(lambda: export_command(sys.argv[2:]))
     if command == "data":
         data_command(sys.argv[2:])
+        return
+    if command == "plan":
+        plan_command(sys.argv[2:])
         return
     if command == "train":
         del sys.argv[1]
@@ -93,6 +96,35 @@ def _look(composed: DictConfig, *, rows: int, full: bool) -> int:
     from fourfold.data.look import look
 
     look(config, rows=rows, full=full)
+    return 0
+
+
+def plan_command(arguments: list[str]) -> None:
+    parser = argparse.ArgumentParser(
+        prog="fourfold plan",
+        usage="fourfold plan [--gpus N] [--timeline FILE.svg] task=... tier=pipeline [key=value ...]",
+        description="Show what the pipeline of a run will do: its stages, idle time, micro-batches in flight. No GPU needed.",
+    )
+    parser.add_argument("--gpus", type=int, help="processes of the run (default: as many as one data rank needs)")
+    parser.add_argument("--timeline", type=Path, metavar="FILE.svg", help="also draw it")
+    options, overrides = parser.parse_known_args(arguments)
+
+    @hydra.main(version_base="1.3", config_path=str(CONF), config_name="train")
+    def compose_and_plan(composed: DictConfig) -> None:
+        run_and_exit(lambda: _plan(composed, gpus=options.gpus, timeline=options.timeline))
+
+    sys.argv[1:] = overrides
+    register_schema()
+    compose_and_plan()
+
+
+def _plan(composed: DictConfig, *, gpus: int | None, timeline: Path | None) -> int:
+    from fourfold.config import to_train_config
+
+    config = to_train_config(composed)
+    from fourfold.planner.show import show_plan
+
+    show_plan(config, gpus=gpus, timeline=timeline)
     return 0
 
 

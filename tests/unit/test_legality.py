@@ -46,7 +46,7 @@ RULES: list[tuple[tuple[str, ...], int, tuple[str, ...], tuple[str, ...]]] = [
     (
         ("pp_size=4", "pipeline.schedule=interleaved_1f1b", "global_batch_size=9"),
         4,
-        ("rounds of 4", "update of 9", "8 or 12"),
+        ("2 rounds", "has 9", "8 or 10"),
         ("global_batch_size=8",),
     ),
     (("pp_size=2", "pipeline.schedule=best"), 2, ("pipeline.schedule=best", "1f1b"), ("pipeline.schedule=gpipe",)),

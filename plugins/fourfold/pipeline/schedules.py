@@ -8,6 +8,7 @@ A rank holds one stage, several in a loop (stage s on rank s mod p), or two in a
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import count as count_from
 
 from fourfold.schema import PipelineConfig
 
@@ -41,7 +42,7 @@ SCHEDULES = {
 def stages_per_rank(settings: PipelineConfig) -> int:
     """As wanted, or what the schedule is made for: 1, or 2 in a loop or a V."""
     default = 1 if SCHEDULES[settings.schedule].placement is Placement.single else 2
-    return settings.virtual_stages or default
+    return default if settings.virtual_stages is None else settings.virtual_stages
 
 
 def stages_of(rank: int, *, ranks: int, settings: PipelineConfig) -> list[int]:
@@ -80,15 +81,19 @@ def refusals(settings: PipelineConfig, *, ranks: int, micro_batches: int, zero_s
             f"micro_batch_size / data ranks): use global_batch_size x {-(-least // micro_batches)}, a smaller "
             f"micro_batch_size, or pipeline.schedule=gpipe."
         )
-    rounds = max(1, micro_batches // ranks)
-    if settings.schedule in ("interleaved_1f1b", "zero_bubble") and micro_batches % rounds:
-        below = micro_batches // ranks * ranks
+    if settings.schedule in ("interleaved_1f1b", "zero_bubble") and not _fills_rounds(micro_batches, ranks):
+        below = next(number for number in range(micro_batches, 0, -1) if _fills_rounds(number, ranks))
+        above = next(number for number in count_from(micro_batches) if _fills_rounds(number, ranks))
         yield (
-            f"{name} goes in rounds of {ranks} micro-batches, which an update of {micro_batches} does not fill: use {below} or "
-            f"{below + ranks} micro-batches (global_batch_size / micro_batch_size / data ranks)."
+            f"{name} over {ranks} ranks goes in {micro_batches // ranks} rounds of equally many micro-batches, and an update has "
+            f"{micro_batches} (global_batch_size / micro_batch_size / data ranks): use {below} or {above}."
         )
     if schedule.splits_backward and zero_stage == 3:
         yield (
             f"{name} computes weight gradients on their own, which DeepSpeed's zero.stage=3 does not see: use "
             f"zero=stage2, or pipeline.schedule=interleaved_1f1b."
         )
+
+
+def _fills_rounds(micro_batches: int, ranks: int) -> bool:
+    return micro_batches % max(1, micro_batches // ranks) == 0

@@ -226,6 +226,13 @@ def whole_gradient(optimizer: Any, parameter: Any) -> Tensor:
     return parameter.grad if gradient is None else gradient
 
 
+def use_fp32_gradients(module: nn.Module) -> None:
+    """Whole gradients in fp32 (stage 3 where it reduces once): autograd adds to `grad` in that type."""
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            parameter.grad_dtype = torch.float32
+
+
 def let_stages_differ() -> None:
     """ZeRO-3 compares parameter ids over the whole world, also between pipeline stages, and would wait for ever."""
     from deepspeed.runtime.zero import partitioned_param_coordinator

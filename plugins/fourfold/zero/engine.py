@@ -95,6 +95,8 @@ class ZeroEngine:
                 internals.skip_reduction(self._deepspeed.optimizer)
         else:
             internals.use_flat_gradients(self._deepspeed.optimizer)
+            if pipeline is not None and config.zero.fp32_accumulation:
+                internals.use_fp32_gradients(module)
         internals.use_blocked_norm(self._deepspeed.optimizer)
         self._one_reduction = self._deepspeed.coalesce_grad_reduction
         self._names = {id(parameter): name for name, parameter in names.items()}

@@ -1,0 +1,174 @@
+"""Pipelines at the edges: public bug reports, evaluation, short updates, bf16, checkpoints of other layouts."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from fourfold.layout import Layout
+from fourfold.schema import OptimConfig, PipelineConfig, Precision, TrainConfig
+from tests.families import family_model, save_family
+from tests.parity.context_model_ranks import packed
+from tests.parity.pipeline_ranks import bf16_truth, evaluated, norms_by_accumulation, short_updates
+from tests.parity.resume_ranks import resume_from_all, save_after_two
+from tests.parity.run_ranks import refused_run
+from tests.parity.strategies import settings
+from tests.parity.zero_ranks import train
+from tests.pool import RankPool
+from tests.reference import Reference, worst
+
+PP2 = Layout(pp_size=2)
+FIXED = OptimConfig(name="sgd", learning_rate=0.0, weight_decay=0.0, max_grad_norm=0.0)
+
+
+def config(
+    schedule: str, *, stage: int = 1, optim: OptimConfig = FIXED, precision: Precision = Precision.fp32
+) -> TrainConfig:
+    made = settings(stage=stage, optim=optim, precision=precision)
+    return replace(made, pipeline=PipelineConfig(schedule=schedule))
+
+
+def test_p01_the_norm_does_not_depend_on_accumulation(ranks: RankPool, tmp_path: Path) -> None:
+    """torchtitan#1733: gradients divided again at the end of every schedule."""
+    truth = Reference(family_model("llama")).step(packed(0, rows=8))[1]
+    folder = save_family("llama", tmp_path)
+    for found in ranks.run(
+        2,
+        norms_by_accumulation,
+        folder=folder,
+        config=config("1f1b"),
+        layout=PP2,
+        batch=packed(0, rows=8),
+        accumulations=[2, 4, 8],
+    ):
+        assert found == [pytest.approx(truth, rel=1e-6)] * 3
+
+
+@pytest.mark.parametrize(("layers", "ranks_of_pipeline"), [(3, 2), (5, 4)])
+def test_p05_no_layer_is_lost(ranks: RankPool, tmp_path: Path, layers: int, ranks_of_pipeline: int) -> None:
+    """Megatron-LM#1304: depths that the stages do not divide; every layer is once somewhere, and the loss is right."""
+    folder = save_family("llama", tmp_path, num_hidden_layers=layers)
+    model = family_model("llama", num_hidden_layers=layers)
+    loss, _, gradients = Reference(model).step(packed(0, rows=8))
+    for result in ranks.run(
+        ranks_of_pipeline,
+        train,
+        folder=folder,
+        config=config("1f1b"),
+        layout=Layout(pp_size=ranks_of_pipeline),
+        steps=[packed(0, rows=8)],
+        accumulation=4,
+    ):
+        assert result["weights"].keys() == dict(model.named_parameters()).keys()
+        assert result["loss"] == [pytest.approx(loss, rel=1e-6)]
+        assert worst(result["gradients"][0], gradients)[0] < 1e-5
+
+
+def test_p05_fewer_layers_than_stages_are_refused(ranks: RankPool, tmp_path: Path) -> None:
+    words = [
+        "task=quickstart",
+        "debug=cpu",
+        "pp_size=2",
+        "pipeline.schedule=interleaved_1f1b",
+        "pipeline.virtual_stages=3",
+    ]
+    words += [f"cache_dir={tmp_path / 'cache'}", f"output_dir={tmp_path}"]
+    message, *_ = ranks.run(2, refused_run, overrides=words)
+    assert all(part in message for part in ("6 pipeline stages", "has 4", "pp_size=1", "pipeline.virtual_stages"))
+
+
+def test_z03_an_update_of_fewer_micro_batches_than_the_schedule_wants(ranks: RankPool, tmp_path: Path) -> None:
+    """transformers#39659 with a pipeline: of 1, 3 and 2 micro-batches, and of another length; each equal to one process."""
+    folder = save_family("llama_tied", tmp_path)
+    batches = [packed(0, rows=1), packed(1, rows=3), packed(2, rows=2)]
+    batches.append({key: values[:, :9] for key, values in packed(3, rows=3).items()})
+    truths = [Reference(family_model("llama_tied")).step(batch) for batch in batches]
+    for schedule in ("1f1b", "dualpipe_v"):
+        for found in ranks.run(2, short_updates, folder=folder, config=config(schedule), layout=PP2, batches=batches):
+            for result, (loss, norm, gradients) in zip(found, truths, strict=True):
+                assert result["loss"] == pytest.approx(loss, rel=1e-6)
+                assert result["norm"] == pytest.approx(norm, rel=1e-5)
+                assert worst(result["gradients"], gradients)[0] < 1e-5
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b", "zbv"])
+def test_evaluation_is_that_of_one_process(ranks: RankPool, tmp_path: Path, schedule: str) -> None:
+    """Between two updates, of batches of other shapes; every rank has the loss."""
+    folder = save_family(
+        "gemma3_text", tmp_path, num_hidden_layers=5, layer_types=["sliding_attention"] * 4 + ["full_attention"]
+    )
+    batches = [packed(0, rows=2), packed(1, rows=3)]
+    changes = {"num_hidden_layers": 5, "layer_types": ["sliding_attention"] * 4 + ["full_attention"]}
+    truths = [Reference(family_model("gemma3_text", **changes)).step(batch)[0] for batch in batches]
+    for found in ranks.run(
+        2,
+        evaluated,
+        folder=folder,
+        config=config(schedule, stage=3 - 2 * (schedule == "zbv")),
+        layout=PP2,
+        batches=batches,
+    ):
+        assert found == [pytest.approx(truth, rel=1e-6) for truth in truths]
+
+
+@pytest.mark.parametrize(("schedule", "stage"), [("1f1b", 1), ("interleaved_1f1b", 2), ("zbv", 1), ("1f1b", 3)])
+def test_bf16_gradients_are_summed_in_fp32(ranks: RankPool, tmp_path: Path, schedule: str, stage: int) -> None:
+    """Of 16 micro-batches, against plain torch that adds each one's in fp32: sums in bf16 are off by 7e-3. (Untied: one
+    process adds the two gradients of a tied matrix in bf16, stages in fp32.)"""
+    folder = save_family("llama", tmp_path, num_hidden_layers=4)
+    batch = packed(0, rows=16)
+    (truth,) = ranks.run(1, bf16_truth, folder=folder, batch=batch)
+    for result in ranks.run(
+        2,
+        train,
+        folder=folder,
+        config=config(schedule, stage=stage, precision=Precision.bf16),
+        layout=PP2,
+        steps=[batch],
+        accumulation=16,
+    ):
+        distance, name = worst(result["gradients"][0], truth)
+        assert distance < 1e-6, name
+
+
+RESUMED = {
+    "one": (Layout(), "1f1b", 2),
+    "1f1b": (PP2, "1f1b", 1),
+    "V": (PP2, "zbv", 2),
+    "stage 3, tp": (Layout(pp_size=2, tp_size=2), "interleaved_1f1b", 3),
+}
+
+
+def test_every_layout_goes_on_from_every_other(ranks: RankPool, tmp_path: Path) -> None:
+    """Other numbers of pipeline ranks, other splits and schedules: state bit by bit, and the next update."""
+    folder = save_family("llama_tied", tmp_path / "model", num_hidden_layers=5, vocab_size=97)
+    optim = OptimConfig(max_grad_norm=0.3)
+    checkpoints, truths, thirds = {}, {}, {}
+    for name, (layout, schedule, stage) in RESUMED.items():
+        thirds[name], *_ = ranks.run(
+            layout.world_size,
+            save_after_two,
+            folder=folder,
+            config=config(schedule, stage=stage, optim=optim),
+            layout=layout,
+            output=tmp_path / name,
+            in_background=False,
+        )
+        checkpoints[name], truths[name] = tmp_path / name / "step-00000002", tmp_path / f"{name}.pt"
+        torch.save(thirds[name].pop("saved"), truths[name])
+    for name, (layout, schedule, stage) in RESUMED.items():
+        for result in ranks.run(
+            layout.world_size,
+            resume_from_all,
+            folder=folder,
+            config=config(schedule, stage=stage, optim=optim),
+            layout=layout,
+            checkpoints=checkpoints,
+            truths=truths,
+        ):
+            for before, found in result.items():
+                assert not found["wrong"], (before, name, found["wrong"])
+                assert found["loss"] == pytest.approx(thirds[before]["loss"], rel=1e-6), (before, name)
+                assert found["norm"] == pytest.approx(thirds[before]["norm"], rel=1e-5), (before, name)
+                assert worst(found["state"], thirds[before]["state"])[0] < 1e-4, (before, name)
