@@ -106,14 +106,18 @@ def test_export_command(quickstart: Path) -> None:
     assert (quickstart / "exported-deepspeed" / "latest_universal").read_text() == "global_step60"
 
 
-def test_settings_and_data_commands(tmp_path: Path) -> None:
+def test_settings_data_and_plan_commands(tmp_path: Path) -> None:
     settings, data = "fourfold train --cfg job task=quickstart tier=hsdp", "fourfold data --rows 3 task=quickstart"
+    (plan,) = [command for command in COMMANDS if command.startswith("fourfold plan")]
     assert {settings, data} <= set(COMMANDS)
-    shown, rows = run_together([settings, data], tmp_path)
+    shown, rows, timeline = run_together([settings, data, plan], tmp_path)
     assert "dp_replicate_size: -1" in shown
     for part in ("documents", "best_fit", "tokens of a document", "row 3", "⟦"):
         assert part in rows, part
-    assert not list(tmp_path.iterdir())
+    for part in ("4 of 1, 1, 1, 1 layers", "of the ranks' time", "rank 3"):
+        assert part in timeline, part
+    assert (tmp_path / "pipeline.svg").read_text().startswith("<svg")
+    assert len(list(tmp_path.iterdir())) == 1
 
 
 def test_laptop_command(tmp_path: Path) -> None:
