@@ -7,10 +7,18 @@ import pytest
 import torch
 
 from fourfold.layout import Layout
+from fourfold.pipeline.schedules import SCHEDULES
 from fourfold.schema import OptimConfig, PipelineConfig, Precision, TrainConfig
 from tests.families import family_model, save_family
 from tests.parity.context_model_ranks import packed
-from tests.parity.pipeline_ranks import bf16_truth, evaluated, norms_by_accumulation, short_updates
+from tests.parity.pipeline_ranks import (
+    bf16_truth,
+    evaluated,
+    norms_by_accumulation,
+    plain_gradients,
+    short_updates,
+    whole_gradients,
+)
 from tests.parity.resume_ranks import resume_from_all, save_after_two
 from tests.parity.run_ranks import refused_run
 from tests.parity.strategies import settings
@@ -27,6 +35,39 @@ def config(
 ) -> TrainConfig:
     made = settings(stage=stage, optim=optim, precision=precision)
     return replace(made, pipeline=PipelineConfig(schedule=schedule))
+
+
+LAYERS = {2: 5, 4: 9}
+EXACT = [PipelineConfig(schedule=schedule) for schedule in SCHEDULES]
+EXACT += [
+    PipelineConfig(schedule=schedule, virtual_stages=1)
+    for schedule in ("looped_bfs", "interleaved_1f1b", "zero_bubble")
+]
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_every_schedule_is_exact(ranks: RankPool, world: int) -> None:
+    """In float64, of 8 micro-batches: losses and every gradient, the tied matrix's by its use at either end."""
+    batch = packed(0, rows=8)
+    (truths,) = ranks.run(1, whole_gradients, layers=[LAYERS[world]], batch=batch)
+    (truth,) = truths
+    results = ranks.run(world, plain_gradients, ways=[(way, LAYERS[world]) for way in EXACT], batch=batch)
+    for number, way in enumerate(EXACT):
+        found: dict[str, torch.Tensor] = {}
+        for result in results:
+            assert torch.allclose(result[number]["losses"], truth["losses"], rtol=1e-6), way
+            for name, gradient in result[number]["gradients"].items():
+                assert name not in found, name
+                found[name] = gradient
+        if way.schedule in ("zbv", "dualpipe_v"):  # both ends on one rank, where the matrix is one parameter
+            found["lm_head.weight"] = (
+                found["model.embed_tokens.weight"] - truth["gradients"]["model.embed_tokens.weight"]
+            )
+            found["model.embed_tokens.weight"] = truth["gradients"]["model.embed_tokens.weight"]
+        assert found.keys() == truth["gradients"].keys()
+        for name, gradient in found.items():
+            error = (gradient - truth["gradients"][name]).norm() / truth["gradients"][name].norm()
+            assert error < 1e-12, (way, name)
 
 
 def test_p01_the_norm_does_not_depend_on_accumulation(ranks: RankPool, tmp_path: Path) -> None:

@@ -5,7 +5,9 @@ when an upgrade changes one of these.
 2. use_fp32_shards, share_fp32_masters, skip_reduction, use_flat_gradients, use_blocked_norm: gradients are summed in
    one flat fp32 shard whatever the dtype, and no second copy of a shard is made on the way to the optimizer.
 3. new_partitioned_parameter: a ZeRO-3 parameter from a shape, without ever broadcasting it.
-4. fragments, averaged_gradients: where a rank's slices of master weights, optimizer state and gradients lie.
+4. folding, whole_gradient, use_fp32_gradients, let_stages_differ: whole gradients of a pipeline's schedule, and stages that
+   differ. tests/parity/test_pipeline.py waits for ever, or finds sums in bf16, when they change.
+5. fragments, averaged_gradients: where a rank's slices of master weights, optimizer state and gradients lie.
 """
 
 import logging
