@@ -9,10 +9,10 @@ from operator import attrgetter
 from typing import Any
 
 from fourfold.layout import Layout, largest_divisor, resolve
-from fourfold.pipeline.schedules import SCHEDULES, stages_per_rank
+from fourfold.pipeline.schedules import SCHEDULES, stages_per_rank, unknown
 from fourfold.pipeline.schedules import refusals as schedule_refusals
 from fourfold.pipeline.split import refusals as split_refusals
-from fourfold.schema import DataConfig, MixtureSource, Precision, TrainConfig
+from fourfold.schema import Checkpointing, DataConfig, MixtureSource, Precision, TrainConfig
 from fourfold.zero.settings import refusals as zero_refusals
 
 EXPORT_DTYPES = ("bfloat16", "float16", "float32")
@@ -42,9 +42,9 @@ def check(config: TrainConfig, *, world_size: int, environment: Mapping[str, str
     problems += launcher(config, environment=environment)
     if layout is not None:
         problems += zero_refusals(config, layout=layout)
-        wrong_batch = list(batch(config, layout=layout))
-        problems += wrong_batch
-        if layout.pp_size > 1 and not wrong_batch:
+        wrong = [*batch(config, layout=layout), *unknown(config.pipeline)]
+        problems += wrong
+        if layout.pp_size > 1 and not wrong:
             problems += pipeline(config, layout=layout)
     _raise(problems)
     assert layout is not None
@@ -89,15 +89,27 @@ def check_layers(config: TrainConfig, *, model: Any) -> None:
 
 
 def pipeline(config: TrainConfig, *, layout: Layout) -> Iterator[str]:
-    micro_batches = config.global_batch_size // (config.micro_batch_size * layout.data_size)
+    rows = config.micro_batch_size * layout.data_size
     yield from schedule_refusals(
-        config.pipeline, ranks=layout.pp_size, micro_batches=micro_batches, zero_stage=config.zero.stage
+        config.pipeline,
+        ranks=layout.pp_size,
+        micro_batches=config.global_batch_size // rows,
+        zero_stage=config.zero.stage,
+        rows=rows,
     )
-    schedule = SCHEDULES.get(config.pipeline.schedule)
-    if schedule and schedule.splits_backward and layout.tp_size > 1 and config.tensor.regather:
+    if not SCHEDULES[config.pipeline.schedule].splits_backward:
+        return
+    name = f"pipeline.schedule={config.pipeline.schedule} computes weight gradients on their own"
+    if layout.tp_size > 1 and config.tensor.regather:
         yield (
-            f"pipeline.schedule={config.pipeline.schedule} computes weight gradients on their own, and tensor.regather=true would "
-            f"gather for both halves of the backward pass: use tensor.regather=false, or pipeline.schedule=interleaved_1f1b."
+            f"{name}, and tensor.regather=true would gather for both halves of the backward pass: use tensor.regather=false, "
+            f"or pipeline.schedule=interleaved_1f1b."
+        )
+    mode = config.activation.checkpointing
+    if mode is not Checkpointing.none:
+        yield (
+            f"{name}, and activation.checkpointing={mode.value} would compute a layer again for each of its weights: use "
+            f"activation.checkpointing=none, or pipeline.schedule=interleaved_1f1b."
         )
 
 

@@ -61,8 +61,6 @@ def _cut_into_stages(model: Any, *, config: TrainConfig, mesh: Mesh) -> Cut | No
     rank = dist.get_rank(mesh.axis_groups["pp"])
     cut = Cut.of(config.pipeline, model_config=model.config, rank=rank, ranks=ranks)
     keep(model, cut)
-    if config.zero.stage == 3:
-        internals.let_stages_differ()
     return cut
 
 

@@ -82,7 +82,8 @@ WAYS = {
     "cp, V": Way(1, Layout(pp_size=2, cp_size=2), by("dualpipe_v"), "llama_tied", attention="allgather"),
     "cp, stage 3": Way(3, Layout(pp_size=2, cp_size=2), family="qwen3", attention="needed_only"),
     "cp and tp": Way(1, EIGHT, by("interleaved_1f1b"), "llama_tied", attention="hybrid"),
-    "checkpointing": Way(1, SHARDS, by("zbv"), "gemma3_text", checkpointing=Checkpointing.full),
+    "checkpointing": Way(1, SHARDS, by("looped_bfs"), "gemma3_text", checkpointing=Checkpointing.full),
+    "selective": Way(2, PP2, by("interleaved_1f1b"), "gemma3_text", checkpointing=Checkpointing.selective),
     "checkpointing, stage 3": Way(
         3, SHARDS, by("interleaved_1f1b"), "gemma3_text", checkpointing=Checkpointing.every_n
     ),

@@ -37,10 +37,9 @@ def write(folder: Path, whole: Tensor, parts: list[tuple[Slice, list[int]]]) -> 
         name = f"rank-{number:05d}.safetensors"
         files[name] = asdict(write_safetensors(folder / name, entries))
         cut = {"rows": part.rows, "columns": part.columns}
-        reports.append(
-            {"file": name, "pieces": [["x", low, high - low, json.loads(json.dumps(cut))] for low, high in spans]}
-        )
-    (folder / "pieces.json").write_text(json.dumps(table_of({"x": whole.shape}, reports)))
+        pieces = [["x", low, high - low, json.loads(json.dumps(cut))] for low, high in spans]
+        reports.append({"file": name, "pieces": pieces, "shapes": {"x": list(whole.shape)}})
+    (folder / "pieces.json").write_text(json.dumps(table_of(reports)))
     index = {"format": 3, "progress": {}, "kinds": {"master": "F32"}, "run": {}, "files": files}
     (folder / "checkpoint.json").write_text(json.dumps(index))
     return folder

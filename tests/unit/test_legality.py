@@ -34,7 +34,7 @@ RULES: list[tuple[tuple[str, ...], int, tuple[str, ...], tuple[str, ...]]] = [
     (
         ("pp_size=4", "global_batch_size=2"),
         4,
-        ("pipeline.schedule=1f1b over 4 ranks needs 4 micro-batches", "has 2", "global_batch_size x 2"),
+        ("pipeline.schedule=1f1b over 4 ranks needs 4 micro-batches", "has 2", "global_batch_size=4 or more"),
         ("global_batch_size=4",),
     ),
     (
@@ -46,9 +46,16 @@ RULES: list[tuple[tuple[str, ...], int, tuple[str, ...], tuple[str, ...]]] = [
     (
         ("pp_size=4", "pipeline.schedule=interleaved_1f1b", "global_batch_size=9"),
         4,
-        ("2 rounds", "has 9", "8 or 10"),
+        ("2 rounds", "has 9", "global_batch_size=8 or 10"),
         ("global_batch_size=8",),
     ),
+    (
+        ("pp_size=2", "pipeline.schedule=zbv", "activation=full"),
+        2,
+        ("pipeline.schedule=zbv", "activation.checkpointing=full", "for each of its weights"),
+        ("activation=none",),
+    ),
+    (("pipeline.schedule=best",), 1, ("pipeline.schedule=best", "1f1b"), ("pipeline.schedule=gpipe",)),
     (("pp_size=2", "pipeline.schedule=best"), 2, ("pipeline.schedule=best", "1f1b"), ("pipeline.schedule=gpipe",)),
     (
         ("pp_size=2", "pipeline.virtual_stages=2"),

@@ -87,17 +87,20 @@ def final_softcap(config: Any) -> float | None:
 
 
 class GlobalRotary:
-    """Lets rotary embeddings that scale by the highest position (dynamic, longrope) see that of the whole row.
+    """Lets rotary embeddings that scale by the highest position (dynamic, longrope) see that of the whole row, and of
+    nothing else: transformers' dynamic ones remember the longest row that came before, which depends on who came first.
 
     The embedding is computed once in a forward pass, before the layers, so that recomputation never asks for it.
     """
 
     def __init__(self, rotary: Any) -> None:
-        self._original = rotary.forward
+        self._rotary, self._original = rotary, rotary.forward
         self.last_position: int | None = None
         rotary.forward = self
 
     def __call__(self, x: Tensor, position_ids: Tensor, *more: Any) -> Any:
+        for name in [name for name in vars(self._rotary) if name.endswith("max_seq_len_cached")]:
+            setattr(self._rotary, name, -1)
         if self.last_position is None:
             return self._original(x, position_ids, *more)
         last = position_ids.new_full((len(position_ids), 1), self.last_position)

@@ -112,7 +112,9 @@ class Stage(nn.Module):
 def _view(base: Any, layers: tuple[int, int], *, first: bool, last: bool) -> Any:
     """The model with these layers alone: another module of the same submodules."""
     view = copy.copy(base)
-    view._modules = dict(base._modules)
+    for name, value in vars(base).items():  # hooks, submodules and so on: not the same dictionaries
+        if isinstance(value, dict):
+            vars(view)[name] = value.copy()
     kept = [layer if layers[0] <= number < layers[1] else Elsewhere() for number, layer in enumerate(base.layers)]
     view.layers = nn.ModuleList(kept)
     if not first:

@@ -120,7 +120,7 @@ class Pipeline:
         return next(
             number
             for number in count(micro_batches)
-            if not list(refusals(self._settings, ranks=ranks, micro_batches=number, zero_stage=0))
+            if not list(refusals(self._settings, ranks=ranks, micro_batches=number))
         )
 
     def _schedule(self, rows: int, tokens: int, micro_batches: int, *, fold: Fold) -> Any:

@@ -59,11 +59,16 @@ def rank_of(stage: int, *, ranks: int, settings: PipelineConfig) -> int:
     return stage % ranks
 
 
-def refusals(settings: PipelineConfig, *, ranks: int, micro_batches: int, zero_stage: int) -> Iterator[str]:
-    """Why the schedule cannot run with so many pipeline ranks and micro-batches; all reasons."""
+def unknown(settings: PipelineConfig) -> Iterator[str]:
     if settings.schedule not in SCHEDULES:
         yield f"pipeline.schedule={settings.schedule}: use one of {', '.join(SCHEDULES)}."
-        return
+
+
+def refusals(
+    settings: PipelineConfig, *, ranks: int, micro_batches: int, zero_stage: int = 1, rows: int = 1
+) -> Iterator[str]:
+    """Why a known schedule cannot run with so many pipeline ranks and micro-batches, of `rows` rows over all data ranks;
+    all reasons."""
     schedule = SCHEDULES[settings.schedule]
     count = stages_per_rank(settings)
     name = f"pipeline.schedule={settings.schedule}"
@@ -77,16 +82,15 @@ def refusals(settings: PipelineConfig, *, ranks: int, micro_batches: int, zero_s
     least = {"1f1b": ranks, "dualpipe_v": 2 * ranks}.get(settings.schedule, 1)
     if micro_batches < least:
         yield (
-            f"{name} over {ranks} ranks needs {least} micro-batches, and an update has {micro_batches} (global_batch_size / "
-            f"micro_batch_size / data ranks): use global_batch_size x {-(-least // micro_batches)}, a smaller "
-            f"micro_batch_size, or pipeline.schedule=gpipe."
+            f"{name} over {ranks} ranks needs {least} micro-batches, and an update has {micro_batches}: use global_batch_size="
+            f"{least * rows} or more, or pipeline.schedule=gpipe."
         )
     if settings.schedule in ("interleaved_1f1b", "zero_bubble") and not _fills_rounds(micro_batches, ranks):
         below = next(number for number in range(micro_batches, 0, -1) if _fills_rounds(number, ranks))
         above = next(number for number in count_from(micro_batches) if _fills_rounds(number, ranks))
         yield (
             f"{name} over {ranks} ranks goes in {micro_batches // ranks} rounds of equally many micro-batches, and an update has "
-            f"{micro_batches} (global_batch_size / micro_batch_size / data ranks): use {below} or {above}."
+            f"{micro_batches}: use global_batch_size={below * rows} or {above * rows}."
         )
     if schedule.splits_backward and zero_stage == 3:
         yield (

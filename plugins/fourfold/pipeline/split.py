@@ -46,17 +46,20 @@ def balanced(layers: int, *, stages: int, head: float, embedding: float) -> list
 def refusals(settings: PipelineConfig, *, layers: int, stages: int, per_rank: int) -> Iterator[str]:
     """Why the layers cannot be cut so."""
     if layers < stages:
+        ranks = stages // per_rank
+        fewer = (
+            f"pipeline.virtual_stages={layers // ranks}" if layers >= ranks else f"pp_size={max(1, layers // per_rank)}"
+        )
         yield (
-            f"{stages} pipeline stages (pp_size x stages a rank) need as many layers, and the model has {layers} "
-            f"(num_hidden_layers): use pp_size={max(1, layers // per_rank)} or fewer stages a rank (pipeline.virtual_stages)."
+            f"{ranks} pipeline ranks of {per_rank} stages need {stages} layers, and the model has {layers} (num_hidden_layers): "
+            f"use {fewer}."
         )
     split = settings.split
     if split is None:
         return
     if len(split) != stages:
         yield f"pipeline.split={split} has {len(split)} numbers for {stages} stages: give one for each."
-    elif min(split) < 1 or sum(split) != layers:
-        yield (
-            f"pipeline.split={split} has {sum(split)} layers, at least {min(split)} a stage; the model has {layers} "
-            f"(num_hidden_layers), and every stage needs one."
-        )
+    elif min(split) < 1:
+        yield f"pipeline.split={split} has a stage of {min(split)} layers: every stage needs one at least."
+    elif sum(split) != layers:
+        yield f"pipeline.split={split} has {sum(split)} layers, and the model {layers} (num_hidden_layers): place them all."

@@ -15,6 +15,10 @@ from fourfold.schema import Checkpointing, TrainConfig
 
 def show_plan(config: TrainConfig, *, gpus: int | None, timeline: Path | None) -> None:
     """Print the schedule of one update; `timeline` is an SVG file to write. ValueError for what a run would refuse."""
+    if gpus is not None and gpus < 1:
+        raise ValueError(f"--gpus {gpus}: use 1 or more.")
+    if timeline is not None and (timeline.suffix != ".svg" or not timeline.absolute().parent.is_dir()):
+        raise ValueError(f"--timeline {timeline}: give a file NAME.svg in a folder that there is.")
     sizes = (config.tp_size, config.cp_size, config.pp_size, config.dp_shard_size, config.dp_replicate_size)
     layout = legality.check(config, world_size=gpus or product(size for size in sizes if size > 0), environment={})
     if layout.pp_size == 1:

@@ -5,8 +5,8 @@ when an upgrade changes one of these.
 2. use_fp32_shards, share_fp32_masters, skip_reduction, use_flat_gradients, use_blocked_norm: gradients are summed in
    one flat fp32 shard whatever the dtype, and no second copy of a shard is made on the way to the optimizer.
 3. new_partitioned_parameter: a ZeRO-3 parameter from a shape, without ever broadcasting it.
-4. folding, whole_gradient, use_fp32_gradients, let_stages_differ: whole gradients of a pipeline's schedule, and stages that
-   differ. tests/parity/test_pipeline.py waits for ever, or finds sums in bf16, when they change.
+4. folding, whole_gradient, use_fp32_gradients: whole gradients of a pipeline's schedule. Its ZeRO-3 never prefetches: stages
+   are called past the module whose hook begins a trace (and compares parameter ids over the world, which stages differ in).
 5. fragments, averaged_gradients: where a rank's slices of master weights, optimizer state and gradients lie.
 """
 
@@ -233,13 +233,6 @@ def use_fp32_gradients(module: nn.Module) -> None:
     for parameter in module.parameters():
         if parameter.requires_grad:
             parameter.grad_dtype = torch.float32
-
-
-def let_stages_differ() -> None:
-    """ZeRO-3 compares parameter ids over the whole world, also between pipeline stages, and would wait for ever."""
-    from deepspeed.runtime.zero import partitioned_param_coordinator
-
-    partitioned_param_coordinator.assert_ints_same_as_other_ranks = lambda *arguments: None
 
 
 def gradient_views(engine: Any, buffer: int, *, start: int, count: int) -> list[Tensor]:
