@@ -10,11 +10,13 @@ from typing import Any
 from fourfold.checkpoint import board, save
 from fourfold.cli import main
 from fourfold.model.build import CausalLMLoss
+from fourfold.pipeline.cut import Stage
 
 board.SILENCE = 5.0  # of 12: those who live wait for nothing else
 what, rank, number = os.environ["FAULT"].split(":")
 passes, write, put_in_place = CausalLMLoss.forward, save.write_safetensors, save.put_in_place
-calls = {"forward": 0, "write": 0, "rename": 0}
+passes_stage = Stage.forward
+calls = {"forward": 0, "stage": 0, "write": 0, "rename": 0}
 
 
 def is_time_of(call: str) -> bool:
@@ -31,6 +33,12 @@ def forward(self: Any, **batch: Any) -> Any:
     if is_time_of("forward") and what == "kill-amid-update":
         die()
     return passes(self, **batch)
+
+
+def forward_stage(self: Any, *arguments: Any, **batch: Any) -> Any:
+    if is_time_of("stage") and what == "kill-amid-schedule":
+        die()
+    return passes_stage(self, *arguments, **batch)
 
 
 def write_half(path: Path, entries: list[Any], **options: Any) -> Any:
@@ -53,6 +61,7 @@ def rename(aside: Path, target: Path) -> None:
 
 
 CausalLMLoss.forward = forward  # type: ignore[method-assign]
+Stage.forward = forward_stage  # type: ignore[method-assign]
 save.write_safetensors = write_half
 save.put_in_place = rename
 main()

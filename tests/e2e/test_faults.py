@@ -114,6 +114,21 @@ def test_a_rank_is_killed_as_a_checkpoint_is_put_in_place(
     check_killed(tmp_path, cache=cache, through=through, there=there, from_step=from_step)
 
 
+@pytest.mark.parametrize(
+    ("schedule", "killed", "place"),
+    [("1f1b", 0, "rank 0 (pp 0: stage 0)"), ("zbv", 1, "rank 1 (pp 1: stages 1 and 2)")],
+)
+def test_a_rank_is_killed_amid_a_schedule(tmp_path: Path, cache: Path, schedule: str, killed: int, place: str) -> None:
+    """In the second of its passes of the second update. The other rank leaves, and says which stage is gone."""
+    words = [*WORDS, f"cache_dir={cache}", "output_dir=out", "pp_size=2", f"pipeline.schedule={schedule}"]
+    number = 6 if schedule == "1f1b" else 10  # of 4 micro-batches through 1 or 2 stages
+    result = warm(*words, folder=tmp_path, world=2, script=FAULTY, FAULT=f"kill-amid-schedule:{killed}:{number}")
+    assert result.code == -signal.SIGKILL
+    assert time.time() - float((tmp_path / "died").read_text()) < 30, "the other rank is gone"
+    assert f"fourfold: {place} has given no sign of life" in result.err
+    assert set(updates(tmp_path / "out")) == {1}
+
+
 @contextmanager
 def small_disk(folder: Path) -> Iterator[bool]:
     """A file system for one checkpoint and a half at `folder`; False where this user may mount none."""

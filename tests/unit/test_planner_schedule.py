@@ -37,10 +37,21 @@ def test_stages_in_a_loop_divide_the_idle_time(schedule: str, virtual: int) -> N
     assert found.idle == pytest.approx(3 / (virtual * 8 + 3))
 
 
-@pytest.mark.parametrize("schedule", ["zero_bubble", "zbv", "dualpipe_v"])
+@pytest.mark.parametrize("schedule", ["zero_bubble", "zbv"])
 def test_zero_bubbles_are_smaller(schedule: str) -> None:
     interleaved = simulated("interleaved_1f1b", ranks=4, micro_batches=8).idle
     assert simulated(schedule, ranks=4, micro_batches=8).idle < interleaved / 2
+
+
+def test_a_pair_sends_at_its_end() -> None:
+    """torch's DualPipeV: 1/9 idle (12.1 % measured with sleeping stages), 1/17 if each action sent for itself."""
+    assert simulated("dualpipe_v", ranks=4, micro_batches=8).idle == pytest.approx(1 / 9)
+    forward, backward = Action(Kind.forward, 0, 1, held=True), Action(Kind.backward, 0, 0)
+    first = [Action(Kind.forward, 0, 0), forward, backward, Action(Kind.backward, 0, 1)]
+    second = [Action(kind, 1, number) for number in (0, 1) for kind in (Kind.forward, Kind.backward)]
+    spans = simulate([first, second], costs=[1, 1]).spans
+    starts = {span.action: span.start for span in spans}
+    assert starts[Action(Kind.forward, 1, 1)] == starts[backward] + 2 == 6
 
 
 PEAKS = {  # counted while torch ran them, ranks 4, micro-batches 8

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 BEAT = 1.0  # seconds between two signs of life
 SILENCE = 12.0  # seconds without one after which a process counts as gone
+LATE = 4.0  # the same where communication has broken already, and somebody is known to be gone
 
 
 class RankLost(RuntimeError):
@@ -65,6 +66,16 @@ class Board:
 
     def _beat_of(self, rank: int) -> bytes:
         return self._store.get(f"alive/{rank}") if self._store.check([f"alive/{rank}"]) else b""
+
+    def lost(self) -> list[int]:
+        """Ranks that show no sign of life for LATE seconds, and have not come here themselves: this one is leaving."""
+        self.post(f"leaves/{self._rank}", True)
+        keys = [f"alive/{rank}" for rank in range(self._world_size)]
+        before = self._store.multi_get(keys)
+        time.sleep(LATE)
+        now = self._store.multi_get(keys)
+        silent = [rank for rank in range(self._world_size) if now[rank] == before[rank]]
+        return [rank for rank in silent if not self._store.check([f"leaves/{rank}"])]
 
     def gather(self, key: str, value: Any) -> list[Any]:
         """`value` of every rank, in rank order, on every rank. The first rank collects them, so that each reads one."""

@@ -6,7 +6,7 @@ of 1F1B forward passes 1 to m instead of 0 to m-1). Of p ranks and m micro-batch
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from types import SimpleNamespace
 from typing import Any
@@ -35,6 +35,7 @@ class Action:
     kind: Kind
     stage: int
     micro_batch: int
+    held: bool = field(default=False, compare=False)  # others get its output after the next action only: torch's pairs
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,7 @@ def simulate(
         Kind.backward_weight: backward / 2,
     }
     done: dict[Action, float] = {}
+    sent: dict[Action, float] = {}  # when other ranks may have it
     spans: list[Span] = []
     free, position = [0.0] * len(what), [0] * len(what)
     while any(position[rank] < len(actions) for rank, actions in enumerate(what)):
@@ -97,14 +99,20 @@ def simulate(
             while position[rank] < len(actions):
                 action = actions[position[rank]]
                 needs = list(_needs(action, stages=len(costs)))
-                if not all(_event(need) in done for need in needs):
+                if not all(_event(need) in (done if owner[need.stage] == rank else sent) for need in needs):
                     break
-                ready = [done[_event(need)] + transfer * (owner[need.stage] != rank) for need in needs]
+                ready = [
+                    done[_event(need)] if owner[need.stage] == rank else sent[_event(need)] + transfer for need in needs
+                ]
                 start = max([free[rank], *ready])
                 free[rank] = start + lasts[action.kind] * costs[action.stage]
                 done[_event(action)] = free[rank]
                 spans.append(Span(rank, action, start, free[rank]))
                 position[rank] += 1
+                if position[rank] > 1 and actions[position[rank] - 2].held:
+                    sent[_event(actions[position[rank] - 2])] = free[rank]
+                if not action.held:
+                    sent[_event(action)] = free[rank]
         if len(spans) == before:
             stuck = {
                 rank: actions[position[rank]] for rank, actions in enumerate(what) if position[rank] < len(actions)
@@ -148,12 +156,15 @@ def _torch_table(settings: PipelineConfig, *, ranks: int, micro_batches: int) ->
 
 
 def _plain(actions: Sequence[Any]) -> Iterator[Action]:
-    """torch's actions, those that it overlaps one after the other, without its gaps."""
+    """torch's actions without its gaps; those of a pair one after the other, as torch 2.15 runs them: what the first makes is
+    sent after the second."""
     for action in actions:
         if action is None:
             continue
         if action.sub_actions:
-            yield from _plain(action.sub_actions)
+            first, second = _plain(action.sub_actions)
+            yield replace(first, held=True)
+            yield second
         else:
             kind = KINDS[action.computation_type.name]
             yield Action(kind, action.stage_index, action.microbatch_index)
