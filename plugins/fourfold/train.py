@@ -1,5 +1,6 @@
 """One run, from a checked config to a Hugging Face folder. Read it top to bottom."""
 
+import logging
 import math
 import os
 import warnings
@@ -278,11 +279,13 @@ def _export(plan: Plan, newest: Path) -> Path:
 
 
 def _quiet_libraries() -> None:
-    """Progress and warnings are ours to show, once; libraries speak on every rank."""
+    """Progress and warnings are ours to show, once; libraries speak on every rank. When a rank is lost torch would print the
+    schedule's whole table, hundreds of lines."""
+    logging.getLogger("torch.distributed.pipelining").setLevel(logging.CRITICAL)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if rank() != 0:
         warnings.simplefilter("ignore")
-    from transformers.utils import logging
+    from transformers.utils import logging as transformers_logging
 
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
