@@ -82,6 +82,8 @@ WAYS = {
     "cp, V": Way(1, Layout(pp_size=2, cp_size=2), by("dualpipe_v"), "llama_tied", attention="allgather"),
     "cp, stage 3": Way(3, Layout(pp_size=2, cp_size=2), family="qwen3", attention="needed_only"),
     "cp and tp": Way(1, EIGHT, by("interleaved_1f1b"), "llama_tied", attention="hybrid"),
+    "tp and dp, stage 3": Way(3, replace(SHARDS, tp_size=2), family="qwen3", accumulation=2),
+    "cp and replicas, V": Way(2, replace(REPLICAS, cp_size=2), by("zbv"), attention="ring", accumulation=2),
     "checkpointing": Way(1, SHARDS, by("looped_bfs"), "gemma3_text", checkpointing=Checkpointing.full),
     "selective": Way(2, PP2, by("interleaved_1f1b"), "gemma3_text", checkpointing=Checkpointing.selective),
     "checkpointing, stage 3": Way(
