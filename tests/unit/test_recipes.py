@@ -15,6 +15,7 @@ from fourfold.legality import check, check_model
 from fourfold.paths import CONF, RECIPES
 from fourfold.pipeline.schedules import stages_per_rank
 from fourfold.pipeline.split import layers_of_stages
+from fourfold.planner.fit import rank_bytes
 from tests.golden.composing import REAL_TASKS, composed
 from tests.golden.recipe_table import (
     FIELDS,
@@ -109,7 +110,8 @@ GPT_1T = Namespace(
         "num_attention_heads": 160,
         "num_key_value_heads": 160,
         "hidden_size": 25600,
-        "intermediate_size": 102400,
+        "intermediate_size": 68264,  # SwiGLU's three matrices as large as GPT's two
+        "vocab_size": 51200,
     }
 )
 MODELS = {
@@ -135,6 +137,20 @@ def test_the_model_of_a_publication_takes_its_layout(name: str, more: list[str])
     config = to_train_config(composed(*[word for word in words if re.match(r"[\w.]+=", word)], *more))
     assert check(config, world_size=processes(words, note), environment={}) == PUBLICATIONS[name]
     check_model(config, model_config=MODELS[name], attn_implementation=IMPLEMENTATION)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_layout_fits_its_gpus(name: str) -> None:
+    """Of 80 GB all were run on; by our own count, which the headers quote."""
+    command, note = launch_command(read_header(TIERS[name]).fields["launch"])
+    words = shlex.split(command)
+    config = to_train_config(composed(*[word for word in words if re.match(r"[\w.]+=", word)]))
+    layout = check(config, world_size=processes(words, note), environment={})
+    found = rank_bytes(config, layout=layout, model_config=MODELS[name])
+    assert found.fits(80e9)
+    said = re.search(r"selective[^;]*?(\d+) GB a GPU by our count", read_header(TIERS[name]).about)
+    assert said is None or int(said[1]) == round(found.total / 1e9)
+    assert name.startswith("llama3_") == (said is not None)
 
 
 def test_a_batch_of_llama_3_is_16m_tokens() -> None:
