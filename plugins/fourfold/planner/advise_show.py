@@ -103,6 +103,8 @@ def reasons(advice: Advice) -> Iterator[str]:
     if layout.pp_size > 1:
         fewest = "the fewest pipeline ranks whose states and activations fit" if advice.fits else "layers over servers"
         yield f"pp_size={layout.pp_size}: {fewest}"
+        if _idle(advice) > guide.IDLE:
+            yield f"{_idle(advice):.0%} of the time idle: more rows an update or pipeline.schedule=zbv would leave less"
     elif question.is_large:
         yield "pp_size=1: it fits without a pipeline, which would be idle at both ends"
     if config.zero.stage == 3 and layout.dp_replicate_size > 1:
