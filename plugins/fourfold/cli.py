@@ -1,4 +1,5 @@
-"""The commands: `fourfold [train] <overrides>`, `fourfold data`, `fourfold plan`, `fourfold export`. Nothing heavy is imported before a run is certain."""
+"""The commands: `fourfold [train] <overrides>`, `fourfold data`, `fourfold plan`, `fourfold advise`,
+`fourfold export`. Nothing heavy is imported before a run is certain."""
 
 import argparse
 import os
@@ -26,6 +27,8 @@ def main() -> None:
     if command == "plan":
         plan_command(sys.argv[2:])
         return
+    if command == "advise":
+        run_and_exit(lambda: advise_command(sys.argv[2:]))
     if command == "train":
         del sys.argv[1]
     register_schema()
@@ -125,6 +128,31 @@ def _plan(composed: DictConfig, *, gpus: int | None, timeline: Path | None) -> i
     from fourfold.planner.show import show_plan
 
     show_plan(config, gpus=gpus, timeline=timeline)
+    return 0
+
+
+def advise_command(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="fourfold advise",
+        description="The recipe that the scaling guide has for a model and a cluster, its reasons and its memory. No GPU needed.",
+    )
+    parser.add_argument("--model", required=True, help="Hugging Face folder, or a size such as 8B or 1.2B")
+    parser.add_argument("--gpus", type=int, required=True, help="of the cluster, in servers of 8")
+    parser.add_argument("--seq-len", type=int, required=True, help="tokens of a row")
+    parser.add_argument(
+        "--global-batch-tokens", type=int, metavar="T", help="of an update (default: 4M, above 50B parameters 16M)"
+    )
+    parser.add_argument("--gpu-memory", type=float, default=80, metavar="GB", help="of a GPU, 1e9 bytes (default: 80)")
+    options = parser.parse_args(arguments)
+    from fourfold.planner.advise_show import show_advice
+
+    show_advice(
+        options.model,
+        gpus=options.gpus,
+        seq_len=options.seq_len,
+        batch_tokens=options.global_batch_tokens,
+        gpu_gb=options.gpu_memory,
+    )
     return 0
 
 

@@ -23,8 +23,14 @@ SECRET = ("token", "key", "secret", "password")
 
 
 def register_schema() -> None:
-    """Make `schema/train` known to Hydra; conf/train.yaml starts from it."""
+    """Make `schema/train` known to Hydra, from which conf/train.yaml starts, and `${ranks:...}` to recipes."""
     ConfigStore.instance().store(group="schema", name="train", node=schema.TrainConfig)
+    OmegaConf.register_new_resolver("ranks", _ranks, replace=True)
+
+
+def _ranks(size: int, small: int = 2, *, _root_: DictConfig) -> int:
+    """`${ranks:16}` of a recipe: 16, or `small` where cluster.shrunken asks for the least that has the same axes."""
+    return small if _root_.cluster.shrunken else size
 
 
 def to_train_config(composed: DictConfig) -> schema.TrainConfig:

@@ -225,6 +225,9 @@ class ClusterConfig:
     device: Device = Device.auto
     gpus_per_node: int = 8
     ranks_per_row: int = 8  # ranks that a row is spread over: cp_size of tier=long_context, tp_size of tensor
+    shrunken: bool = (
+        False  # sizes that a recipe writes as ${ranks:8} become 2 (config.py): nd layouts on a few CPU processes
+    )
     accelerator: str | None = None  # name in planner/hardware.csv for MFU; None: asked from the device
     timeout: float = 1800.0  # of a collective
 

@@ -106,16 +106,19 @@ def test_export_command(quickstart: Path) -> None:
     assert (quickstart / "exported-deepspeed" / "latest_universal").read_text() == "global_step60"
 
 
-def test_settings_data_and_plan_commands(tmp_path: Path) -> None:
+def test_settings_data_plan_and_advise_commands(tmp_path: Path) -> None:
     settings, data = "fourfold train --cfg job task=quickstart tier=hsdp", "fourfold data --rows 3 task=quickstart"
     (plan,) = [command for command in COMMANDS if command.startswith("fourfold plan")]
+    (advise,) = [command for command in COMMANDS if command.startswith("fourfold advise --")]
     assert {settings, data} <= set(COMMANDS)
-    shown, rows, timeline = run_together([settings, data, plan], tmp_path)
+    shown, rows, timeline, advice = run_together([settings, data, plan, advise], tmp_path)
     assert "dp_replicate_size: -1" in shown
     for part in ("documents", "best_fit", "tokens of a document", "row 3", "⟦"):
         assert part in rows, part
     for part in ("4 of 1, 1, 1, 1 layers", "of the ranks' time", "rank 3"):
         assert part in timeline, part
+    for part in ("activations GB", "because", "256:", "1024:", "task=llama3_70b tier=pipeline"):
+        assert part in advice, part
     assert (tmp_path / "pipeline.svg").read_text().startswith("<svg")
     assert len(list(tmp_path.iterdir())) == 1
 

@@ -24,6 +24,15 @@ def options(root: Path, group: str) -> list[str]:
 GROUPS = sorted(path.name for path in CONF.iterdir() if path.is_dir())
 TIERS, TASKS = options(RECIPES, "tier"), options(RECIPES, "task")
 REAL_TASKS = [task for task in TASKS if task != "none"]
+LARGE_TASKS = [task for task in REAL_TASKS if task.endswith(("70b", "405b"))]
+LARGE_TIERS = [tier for tier in TIERS if tier.endswith(("nd", "70b", "405b_128k", "gpus", "1t", "deepseek_style"))]
+
+
+def tasks_of(tier: str) -> list[str]:
+    """Tasks with which a tier is tested: any goes with any, but all pairs would take minutes."""
+    if tier in LARGE_TIERS:
+        return [*LARGE_TASKS, "quickstart"]
+    return [task for task in REAL_TASKS if task not in LARGE_TASKS]
 
 
 def composed(*overrides: str, conf: Path = CONF) -> DictConfig:

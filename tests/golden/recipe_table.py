@@ -11,6 +11,7 @@ from tests.golden.composing import TIERS, typed
 README = RECIPES / "README.md"
 BEGIN, END = "<!-- tiers: pytest --update -->", "<!-- end -->"
 FIELDS = ("GPUs", "launch", "next", "traffic")
+PUBLISHED = ("source", "MFU")  # of recipes that follow a publication
 ORDER = (
     "dp",
     "zero1",
@@ -21,7 +22,15 @@ ORDER = (
     "tensor",
     "pipeline",
     "long_context",
+    "nd",
     "zero3_offload",
+    "olmo_7b_fsdp",
+    "llama3_70b",
+    "deepseek_style",
+    "megatron_1t",
+    "llama3_405b_8k_8192gpus",
+    "llama3_405b_8k_16384gpus",
+    "llama3_405b_128k",
 )
 
 
@@ -89,7 +98,7 @@ def what_is_sharded(config: TrainConfig) -> str:
         text = text.replace("all GPUs", "the GPUs of the same rank in each server")
         text += "; matrices, vocabulary and activations over the GPUs of a server"
     if config.cp_size > 1:
-        text += "; rows over the GPUs of a server"
+        text += "; rows over the GPUs of a server" if config.tp_size == 1 else "; rows over servers"
     if config.zero.offload.optimizer is not Offload.none:
         text += f"; kept in {config.zero.offload.optimizer.value} memory"
     if config.activation.checkpointing.value != "none":

@@ -132,7 +132,10 @@ def fourfold(*words: str, folder: Path, **environment: str) -> subprocess.Comple
     )
 
 
-@pytest.mark.parametrize("words", [("--help",), ("train", "--cfg", "job", "task=quickstart", "tier=zero3")])
+ADVISE = ("advise", "--model", "405B", "--gpus", "16384", "--seq-len", "131072")
+
+
+@pytest.mark.parametrize("words", [("--help",), ("train", "--cfg", "job", "task=quickstart", "tier=zero3"), ADVISE])
 def test_looking_is_quick(words: tuple[str, ...], tmp_path: Path) -> None:
     """No more than 2 s of a processor, nothing heavy imported, nothing written."""
     before = os.times()
@@ -147,11 +150,10 @@ def test_looking_is_quick(words: tuple[str, ...], tmp_path: Path) -> None:
 
 def test_help_lists_groups_and_recipes(tmp_path: Path) -> None:
     text = fourfold("--help", folder=tmp_path).stdout
-    assert (
-        "tier: dp, hsdp, long_context, none, pipeline, tensor, zero1, zero2, zero3, zero3_checkpointed, zero3_offload"
-        in text
-    )
-    assert "task: llama3_8b, llama3_8b_128k, none, quickstart, smollm2, smollm2_32k" in text
+    published = "llama3_405b_128k, llama3_405b_8k_16384gpus, llama3_405b_8k_8192gpus, llama3_70b"
+    assert f"tier: deepseek_style, dp, hsdp, {published}, long_context, megatron_1t, nd, none, olmo_7b_fsdp" in text
+    assert "pipeline, tensor, zero1, zero2, zero3, zero3_checkpointed, zero3_offload" in text
+    assert "task: llama3_405b, llama3_70b, llama3_8b, llama3_8b_128k, none, quickstart, smollm2, smollm2_32k" in text
     assert "zero: stage0, stage1, stage2, stage3" in text
     assert "command line > debug > task > tier > train.yaml > group file > schema" in text
 

@@ -5,11 +5,12 @@ queries and the key/value heads that they look at.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from fourfold.slices import Ranges
+if TYPE_CHECKING:  # it imports torch
+    from fourfold.slices import Ranges
 
-Cut = tuple[Ranges, ...]  # ranges of each rank
+Cut: TypeAlias = "tuple[Ranges, ...]"  # ranges of each rank
 
 
 @dataclass(frozen=True)
