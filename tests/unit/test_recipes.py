@@ -123,7 +123,7 @@ MODELS = {
     "llama3_405b_8k_16384gpus": LLAMA_405B,
     "llama3_405b_128k": LLAMA_405B,
 }
-ANOTHER = ["zero=stage1", "attention=ring", "pipeline.schedule=zbv"]
+ANOTHER = ["zero=stage1", "attention=ring", "pipeline.schedule=zbv", "activation=none"]
 
 
 @pytest.mark.parametrize(
