@@ -86,6 +86,31 @@ def test_p01_the_norm_does_not_depend_on_accumulation(ranks: RankPool, tmp_path:
         assert found == [pytest.approx(truth, rel=1e-6)] * 3
 
 
+@pytest.mark.parametrize("stages", [2, 4])
+def test_p03_tied_copies_stay_one_matrix(ranks: RankPool, tmp_path: Path, stages: int) -> None:
+    """piper#13: gradients of the two copies summed every step, the matrix counted once in the norm and stored once. Five
+    clipped steps; `train` compares the copies bit by bit after each."""
+    folder = save_family("llama_tied", tmp_path, num_hidden_layers=5)
+    optim = OptimConfig(name="sgd", learning_rate=0.5, weight_decay=0.0, max_grad_norm=0.3)
+    steps = [packed(step, rows=8) for step in range(5)]
+    model = family_model("llama_tied", num_hidden_layers=5)
+    reference = Reference(model, torch.optim.SGD(model.parameters(), lr=0.5), 0.3)
+    truth = [reference.step(step) for step in steps]
+    for result in ranks.run(
+        stages,
+        train,
+        folder=folder,
+        config=config("1f1b", stage=2, optim=optim),
+        layout=Layout(pp_size=stages),
+        steps=steps,
+        accumulation=4,
+    ):
+        assert result["loss"] == [pytest.approx(loss, rel=1e-6) for loss, _, _ in truth]
+        assert result["norm"] == [pytest.approx(norm, rel=1e-5) for _, norm, _ in truth]
+        assert "lm_head.weight" not in result["weights"]
+        assert worst(result["weights"], reference.weights())[0] < 1e-5
+
+
 @pytest.mark.parametrize(("layers", "ranks_of_pipeline"), [(3, 2), (5, 4)])
 def test_p05_no_layer_is_lost(ranks: RankPool, tmp_path: Path, layers: int, ranks_of_pipeline: int) -> None:
     """Megatron-LM#1304: depths that the stages do not divide; every layer is once somewhere, and the loss is right."""
