@@ -7,6 +7,7 @@ import re
 import select
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -18,6 +19,15 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
 ACCELERATE = [str(BIN / "accelerate"), "launch", "--config_file", str(ROOT / "tools" / "launch" / "cpu.yaml")]
+
+
+def on_own_port() -> list[str]:
+    """ACCELERATE for one of two launches at the same time, which else would both take port 29500 if they find it free."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return [*ACCELERATE, "--main_process_port", str(free.getsockname()[1])]
+
+
 PATIENCE = 300.0  # seconds, on a crowded machine
 LAUNCH_STATE = re.compile(r"(ACCELERATE|TORCHELASTIC|SLURM)_|(LOCAL_)?(RANK|WORLD_SIZE)$|MASTER_|HYDRA_|FORK_LAUNCHED")
 OUR_TRACE = re.compile(r'File ".*/(fourfold|hydra)/.*\.py"')  # a launcher shows one of its own

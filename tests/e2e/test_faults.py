@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.launching import ACCELERATE, LOSS, NORM, ROOT, Result, run, updates, warm
+from tests.e2e.launching import LOSS, NORM, ROOT, Result, on_own_port, run, updates, warm
 
 STEPS = 6
 WORDS = ["task=quickstart", "debug=cpu", f"max_steps={STEPS}", "overwrite=false", "export=false", "save_every=2"]
@@ -61,7 +61,7 @@ def launched(tmp_path_factory: pytest.TempPathFactory, cache: Path, through: Pat
     def launch(fault: str, more: list[str]) -> tuple[Path, Result]:
         folder = tmp_path_factory.mktemp("launched")
         words = [*WORDS, f"cache_dir={cache}", "output_dir=out", *more]
-        result = run([*ACCELERATE, FAULTY, *words], folder=folder, FAULT=fault)
+        result = run([*on_own_port(), FAULTY, *words], folder=folder, FAULT=fault)
         assert time.time() - float((folder / "died").read_text()) < 30
         return folder, result
 

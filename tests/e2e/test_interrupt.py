@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.launching import (
-    ACCELERATE,
     LOSS,
     NORM,
     OUR_TRACE,
     PATIENCE,
     Result,
     command_to_go_on,
+    on_own_port,
     run,
     updates,
     warm,
@@ -62,7 +62,7 @@ def stopped(
         folder = tmp_path_factory.mktemp("stopped")
         words = [*WORDS, f"cache_dir={cache}", "tier=zero3", "save_every=2", "output_dir=out"]
         then = interrupt_after(3, output=folder / "out", number=number)
-        return folder, run([*ACCELERATE, "-m", "fourfold", *words], folder=folder, then=then)
+        return folder, run([*on_own_port(), "-m", "fourfold", *words], folder=folder, then=then)
 
     with ThreadPoolExecutor(len(SIGNALS)) as pool:
         return dict(zip(SIGNALS, pool.map(launch, SIGNALS), strict=True))
