@@ -8,7 +8,7 @@ from torch import nn
 
 from fourfold.activation import checkpointing
 from fourfold.groups import new_group
-from fourfold.mesh import Mesh, Mpu, neighbours
+from fourfold.mesh import Mesh, Mpu
 from fourfold.model.build import CausalLMLoss, LossHead, final_softcap
 from fourfold.model.load import MakeParameter, load
 from fourfold.model.weights import Weights
@@ -17,7 +17,6 @@ from fourfold.pipeline.driver import Hidden, Pipeline
 from fourfold.pipeline.schedules import SCHEDULES
 from fourfold.schema import TrainConfig
 from fourfold.tensor.apply import apply as apply_tensor
-from fourfold.tensor.cuts import Heads
 from fourfold.tensor.group import TensorGroup
 from fourfold.tensor.head import VocabParallelLossHead
 from fourfold.zero import deepspeed_internals as internals
@@ -92,13 +91,10 @@ def _tied(names: dict[str, nn.Parameter], cut: Cut, *, model: Any, mesh: Mesh) -
 def _cut_over_tensor_ranks(model: Any, *, config: TrainConfig, mesh: Mesh) -> TensorGroup | None:
     if mesh.layout.tp_size == 1:
         return None
-    group = mesh.axis_groups["tp"]
-    tensor = TensorGroup(group, sequence_parallel=config.tensor.sequence_parallel)
-    copies = Heads.of(model.config, size=tensor.size).copies
+    tensor = TensorGroup(mesh.axis_groups["tp"], sequence_parallel=config.tensor.sequence_parallel)
     apply_tensor(
         model,
         tensor=tensor,
-        copies_group=neighbours(group, size=copies) if copies > 1 else None,
         plan=config.tensor.plan,
         # stage 3 lets go of a weight before its gradient is there; a backward pass in two halves would send twice
         overlap=config.tensor.overlap and config.zero.stage < 3 and not _splits_backward(config, mesh=mesh),

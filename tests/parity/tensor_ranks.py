@@ -12,12 +12,12 @@ from fourfold.context.select import splitter
 from fourfold.device import seed_everything
 from fourfold.layout import Layout
 from fourfold.loop import rank_of_tokens
-from fourfold.mesh import build_mesh, neighbours
+from fourfold.mesh import build_mesh
 from fourfold.model.build import CausalLMLoss, final_softcap
 from fourfold.schema import TensorConfig, TrainConfig
 from fourfold.slices import Slice
 from fourfold.tensor.apply import apply
-from fourfold.tensor.cuts import Heads, even
+from fourfold.tensor.cuts import even
 from fourfold.tensor.group import TensorGroup
 from fourfold.tensor.head import VocabParallelLossHead
 from fourfold.tensor.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
@@ -109,11 +109,9 @@ def cut_model(hf: Any, *, settings: TensorConfig, overlap: bool | None = None) -
     register()
     hf.set_attn_implementation(IMPLEMENTATION)
     tensor = TensorGroup(world(), sequence_parallel=settings.sequence_parallel)
-    copies = Heads.of(hf.config, size=tensor.size).copies
     apply(
         hf,
         tensor=tensor,
-        copies_group=neighbours(tensor.group, size=copies) if copies > 1 else None,
         plan=settings.plan,
         overlap=settings.overlap if overlap is None else overlap,
         regather=settings.regather,

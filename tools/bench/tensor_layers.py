@@ -154,7 +154,7 @@ class Rank:
         hf, group = self._whole(layers), dist.group.WORLD
         tensor = TensorGroup(group, sequence_parallel=settings.sequence_parallel)
         assert self.shape.kv_heads >= self.world
-        apply(hf, tensor=tensor, copies_group=None, plan={}, overlap=settings.overlap, regather=settings.regather)
+        apply(hf, tensor=tensor, plan={}, overlap=settings.overlap, regather=settings.regather)
         return hf, self._inputs(TrainConfig(name="cut", tp_size=self.world, tensor=settings)), tensor
 
     def _inputs(self, config: TrainConfig) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from fourfold.context.ring import Ring
 from fourfold.context.split import Splitter
 from fourfold.context.strategy import AttentionShape, ContextStrategy, Options, unit
 from fourfold.context.ulysses import Ulysses
+from fourfold.planner.parameters import head_dim
 from fourfold.schema import AttentionConfig, Checkpointing, Precision, TrainConfig
 
 # by preference where they send about as much
@@ -199,10 +200,6 @@ def described(config: TrainConfig, *, model_config: Any) -> str:
 
 def options(settings: AttentionConfig) -> Options:
     return {"ulysses_size": settings.ulysses_size, "outer": settings.outer}
-
-
-def head_dim(model_config: Any) -> int:
-    return int(getattr(model_config, "head_dim", None) or model_config.hidden_size // model_config.num_attention_heads)
 
 
 def _heads(config: TrainConfig, model_config: Any) -> dict[str, int]:

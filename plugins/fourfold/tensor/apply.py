@@ -6,6 +6,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
+from fourfold.mesh import neighbours
 from fourfold.tensor.cuts import Cut, Heads, even, side_by_side
 from fourfold.tensor.group import TensorGroup
 from fourfold.tensor.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding, sliced_vocabulary
@@ -17,18 +18,16 @@ def apply(
     model: Any,
     *,
     tensor: TensorGroup,
-    copies_group: dist.ProcessGroup | None,
     plan: Mapping[str, str],
     overlap: bool,
     regather: bool,
 ) -> None:
-    """`copies_group`: the ranks that hold the same key/value heads, where those are fewer than the ranks.
-
-    Afterwards the model's layers take hidden[B, S/t, D] with sequence parallelism; input ids, position ids and rotary
+    """Collective over the ranks. Afterwards the model's layers take hidden[B, S/t, D] with sequence parallelism; input ids, position ids and rotary
     embeddings stay whole on each rank, and so must the attention function's idea of the sequence: it gets
     q[B, H/t, S, D] of all tokens. Raises ValueError for a layer that cannot be cut.
     """
     heads = Heads.of(model.config, size=tensor.size)
+    copies_group = neighbours(tensor.group, size=heads.copies) if heads.copies > 1 else None
     blocks: dict[str, Block] = {}
     found = parts(model, more=plan)
     for name, part in found.items():

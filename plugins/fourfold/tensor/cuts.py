@@ -7,6 +7,8 @@ queries and the key/value heads that they look at.
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from fourfold.planner.parameters import head_dim
+
 if TYPE_CHECKING:  # it imports torch
     from fourfold.slices import Ranges
 
@@ -24,9 +26,8 @@ class Heads:
 
     @classmethod
     def of(cls, model_config: Any, *, size: int) -> "Heads":
-        heads = model_config.num_attention_heads
-        head_dim = getattr(model_config, "head_dim", None) or model_config.hidden_size // heads
-        return cls(heads, model_config.num_key_value_heads, head_dim, size)
+        heads, kv_heads = model_config.num_attention_heads, model_config.num_key_value_heads
+        return cls(heads, kv_heads, head_dim(model_config), size)
 
     @property
     def fits(self) -> bool:

@@ -168,8 +168,7 @@ def averaged_gradients(engine: Any) -> list[Tensor]:
     """This rank's shard of the averaged gradients, between the last backward and step(): tensors to change in place."""
     tensors: list[Tensor] = []
     for group in engine.optimizer.averaged_gradients.values():
-        flat = getattr(group, "flat_partition", None)
-        tensors += [flat] if flat is not None else [tensor for tensor in group or [] if tensor is not None]
+        tensors += [tensor for tensor in _parts(group) if tensor is not None]
     return tensors
 
 
@@ -206,12 +205,14 @@ def master_buffers(engine: Any) -> list[nn.Parameter]:
 def gradient_buffers(engine: Any) -> list[Tensor]:
     """Averaged gradients in the order of `master_buffers`; valid between the last backward and step()."""
     groups = engine.optimizer.averaged_gradients
-    return [_flat(groups[index]) for index in range(len(master_buffers(engine)))]
+    parts = [_parts(groups[index]) for index in range(len(master_buffers(engine)))]
+    return [one[0].reshape(-1) if len(one) == 1 else torch.cat([tensor.reshape(-1) for tensor in one]) for one in parts]
 
 
-def _flat(group: Any) -> Tensor:
+def _parts(group: Any) -> list[Tensor]:
+    """What the averaged gradients of a parameter group lie in: one flat tensor, or one for each parameter."""
     flat = getattr(group, "flat_partition", None)
-    return flat if flat is not None else torch.cat([tensor.reshape(-1) for tensor in group])
+    return list(group or []) if flat is None else [flat]
 
 
 def folding(optimizer: Any) -> Callable[[nn.Parameter], None]:
@@ -222,7 +223,7 @@ def folding(optimizer: Any) -> Callable[[nn.Parameter], None]:
     return lambda parameter: None
 
 
-def whole_gradient(optimizer: Any, parameter: Any) -> Tensor:
+def whole_gradient(parameter: Any) -> Tensor:
     """This rank's gradient of a parameter, before anything was reduced."""
     gradient: Tensor | None = getattr(parameter, "grad_accum", None)
     return parameter.grad if gradient is None else gradient
@@ -237,10 +238,8 @@ def use_fp32_gradients(module: nn.Module) -> None:
 
 def gradient_views(engine: Any, buffer: int, *, start: int, count: int) -> list[Tensor]:
     """Elements [start, start + count) of a gradient buffer, as views of the tensors that `step` will read."""
-    group = engine.optimizer.averaged_gradients[buffer]
-    flat = getattr(group, "flat_partition", None)
     views, at = [], 0
-    for tensor in [flat] if flat is not None else group:
+    for tensor in _parts(engine.optimizer.averaged_gradients[buffer]):
         first, last = max(start - at, 0), min(start + count - at, tensor.numel())
         if first < last:
             views.append(tensor.view(-1)[first:last])

@@ -98,6 +98,7 @@ class ZeroEngine:
             if pipeline is not None and config.zero.fp32_accumulation:
                 internals.use_fp32_gradients(module)
         internals.use_blocked_norm(self._deepspeed.optimizer)
+        self._fold = internals.folding(self._deepspeed.optimizer)
         self._one_reduction = self._deepspeed.coalesce_grad_reduction
         self._names = {id(parameter): name for name, parameter in names.items()}
         self.optimizer = optimizer
@@ -111,28 +112,28 @@ class ZeroEngine:
         the number of ranks first. All ranks must bring equally many micro-batches.
         """
         scale = dist.get_world_size(self._mesh.loss_group) / targets
-        batches = [self._to_device(batch) for batch in micro_batches]
+        run = self._one_by_one if self._pipeline is None else self._in_stages
         with self._one_reduction() if self._reduces_once else nullcontext():
-            losses = self._one_by_one(batches, scale) if self._pipeline is None else self._in_stages(batches, scale)
+            losses = run(micro_batches, scale)
         self._sum_partial_gradients()
         self._average_replicas()
         return losses
 
-    def _one_by_one(self, batches: list[dict[str, Any]], scale: float) -> Tensor:
+    def _one_by_one(self, micro_batches: list[dict[str, Any]], scale: float) -> Tensor:
         losses = []
-        for index, batch in enumerate(batches):
-            self._deepspeed.set_gradient_accumulation_boundary(index == len(batches) - 1)
-            loss = self._deepspeed(**batch)
+        for index, batch in enumerate(micro_batches):
+            self._deepspeed.set_gradient_accumulation_boundary(index == len(micro_batches) - 1)
+            loss = self._deepspeed(**self._to_device(batch))
             (loss * scale).backward()
             losses.append(loss.detach())
         return torch.stack(losses)
 
-    def _in_stages(self, batches: list[dict[str, Any]], scale: float) -> Tensor:
+    def _in_stages(self, micro_batches: list[dict[str, Any]], scale: float) -> Tensor:
         assert self._pipeline is not None
-        losses = self._pipeline.run(batches, scale=scale, fold=internals.folding(self._deepspeed.optimizer))
+        batches = [self._to_device(batch) for batch in micro_batches]  # all are on their way at the same time
+        losses = self._pipeline.run(batches, scale=scale, fold=self._fold)
         if self._tied is not None:
-            gradient = internals.whole_gradient(self._deepspeed.optimizer, self._tied.parameter)
-            dist.all_reduce(gradient, group=self._tied.group)
+            dist.all_reduce(internals.whole_gradient(self._tied.parameter), group=self._tied.group)
         return losses
 
     def _sum_partial_gradients(self) -> None:
