@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import hydra
 from omegaconf import DictConfig
@@ -13,6 +14,9 @@ from omegaconf import DictConfig
 from fourfold.config import register_schema
 from fourfold.errors import let_the_first_speak, local_rank, run_and_exit
 from fourfold.paths import CONF
+
+if TYPE_CHECKING:
+    from fourfold.schema import TrainConfig
 
 
 def main() -> None:
@@ -83,22 +87,30 @@ def data_command(arguments: list[str]) -> None:
     parser.add_argument("--full", action="store_true", help="show them from end to end")
     options, overrides = parser.parse_known_args(arguments)
 
+    def show(config: "TrainConfig") -> None:
+        from fourfold.data.look import look
+
+        look(config, rows=options.rows, full=options.full)
+
+    _compose_and_show(overrides, show)
+
+
+def _compose_and_show(overrides: list[str], show: Callable[["TrainConfig"], None]) -> None:
+    """For commands that look at the settings of a run and exit."""
+
     @hydra.main(version_base="1.3", config_path=str(CONF), config_name="train")
-    def compose_and_look(composed: DictConfig) -> None:
-        run_and_exit(lambda: _look(composed, rows=options.rows, full=options.full))
+    def compose(composed: DictConfig) -> None:
+        run_and_exit(lambda: _show(composed, show))
 
     sys.argv[1:] = overrides
     register_schema()
-    compose_and_look()
+    compose()
 
 
-def _look(composed: DictConfig, *, rows: int, full: bool) -> int:
+def _show(composed: DictConfig, show: Callable[["TrainConfig"], None]) -> int:
     from fourfold.config import to_train_config
 
-    config = to_train_config(composed)
-    from fourfold.data.look import look
-
-    look(config, rows=rows, full=full)
+    show(to_train_config(composed))
     return 0
 
 
@@ -112,23 +124,12 @@ def plan_command(arguments: list[str]) -> None:
     parser.add_argument("--timeline", type=Path, metavar="FILE.svg", help="also draw it")
     options, overrides = parser.parse_known_args(arguments)
 
-    @hydra.main(version_base="1.3", config_path=str(CONF), config_name="train")
-    def compose_and_plan(composed: DictConfig) -> None:
-        run_and_exit(lambda: _plan(composed, gpus=options.gpus, timeline=options.timeline))
+    def show(config: "TrainConfig") -> None:
+        from fourfold.planner.show import show_plan
 
-    sys.argv[1:] = overrides
-    register_schema()
-    compose_and_plan()
+        show_plan(config, gpus=options.gpus, timeline=options.timeline)
 
-
-def _plan(composed: DictConfig, *, gpus: int | None, timeline: Path | None) -> int:
-    from fourfold.config import to_train_config
-
-    config = to_train_config(composed)
-    from fourfold.planner.show import show_plan
-
-    show_plan(config, gpus=gpus, timeline=timeline)
-    return 0
+    _compose_and_show(overrides, show)
 
 
 def advise_command(arguments: list[str]) -> int:

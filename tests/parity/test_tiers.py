@@ -7,19 +7,13 @@ import torch
 from safetensors.torch import load_file
 
 from fourfold.paths import RECIPES
+from tests.golden.composing import LARGE_TIERS
 from tests.parity.run_ranks import metrics, whole_run
 from tests.pool import RankPool
 
 # Composed, found legal and of the same axes as `nd` in shrunken form, but not run whole: eight ranks of one are enough here
 # (tests/unit/test_config_compose.py). olmo_7b_fsdp is zero3.
-LIKE_ND = {
-    "llama3_70b",
-    "deepseek_style",
-    "megatron_1t",
-    "llama3_405b_8k_8192gpus",
-    "llama3_405b_8k_16384gpus",
-    "llama3_405b_128k",
-}
+LIKE_ND = set(LARGE_TIERS) - {"nd"}
 RUN = {path.stem for path in (RECIPES / "tier").glob("*.yaml")} - {"none", "olmo_7b_fsdp"} - LIKE_ND
 TIERS = sorted(RUN)
 WORLDS = {"nd": 8, "hsdp": 4}  # of those that need more than 2 ranks

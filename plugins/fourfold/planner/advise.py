@@ -154,11 +154,9 @@ def context_sizes(question: Question) -> list[int]:
 
 
 def tensor_sizes(question: Question) -> list[int]:
-    """Inside a server, and within the heads and the MLP; Phi-3's packed key heads cannot be repeated (tensor/plan.py)."""
-    model = question.model
+    """Inside a server, and within the heads and the MLP."""
     most = 1 if question.has_dropout else question.node
-    legal = [size for size in legal_sizes(model, up_to=most) if question.node % size == 0]
-    return [size for size in legal if model.model_type != "phi3" or model.num_key_value_heads % size == 0]
+    return [size for size in legal_sizes(question.model, up_to=most) if question.node % size == 0]
 
 
 def pipeline_sizes(question: Question) -> list[int]:

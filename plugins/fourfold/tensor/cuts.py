@@ -86,5 +86,12 @@ def legal_sizes(model_config: Any, *, up_to: int = 64) -> list[int]:
     return [
         size
         for size in range(1, up_to + 1)
-        if Heads.of(model_config, size=size).fits and model_config.intermediate_size % size == 0
+        if Heads.of(model_config, size=size).fits
+        and model_config.intermediate_size % size == 0
+        and not repeats_packed_heads(model_config, size=size)
     ]
+
+
+def repeats_packed_heads(model_config: Any, *, size: int) -> bool:
+    """Whether key heads lie on several ranks that are packed with the queries into one matrix: a rank cannot store a part."""
+    return bool(model_config.model_type == "phi3" and Heads.of(model_config, size=size).copies > 1)

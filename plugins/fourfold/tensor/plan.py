@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from fourfold.tensor.cuts import Heads, legal_sizes
+from fourfold.tensor.cuts import Heads, legal_sizes, repeats_packed_heads
 
 
 class Part(StrEnum):
@@ -111,11 +111,10 @@ def refused_sizes(model_config: Any, *, size: int) -> Iterator[str]:
             f"tp_size={size} does not divide the {model_config.intermediate_size} channels of the MLP (intermediate_size): "
             f"use tp_size={legal}."
         )
-    if heads.copies > 1 and model_config.model_type == "phi3":
+    if repeats_packed_heads(model_config, size=size):
         yield (
             f"tp_size={size} would repeat the {heads.kv_heads} key/value heads, and {model_config.model_type} packs them "
-            f"with the queries into one matrix, of which a rank cannot store one part alone: use tp_size="
-            f"{', '.join(str(one) for one in legal_sizes(model_config) if heads.kv_heads % one == 0)}."
+            f"with the queries into one matrix, of which a rank cannot store one part alone: use tp_size={legal}."
         )
 
 
