@@ -1,5 +1,6 @@
 """From a Hugging Face model on the meta device to a model spread over the mesh: the order of application."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,19 +26,22 @@ from fourfold.zero.optimizer import build_optimizer
 from fourfold.zero.settings import deepspeed_json
 
 
+@dataclass(frozen=True)
+class Cuts:
+    """What of a model one rank has: along the layers, and across them. None where the axis has one rank."""
+
+    stages: Cut | None
+    tensor: TensorGroup | None
+
+
 def parallelize(model: Any, weights: Weights, *, config: TrainConfig, mesh: Mesh, device: torch.device) -> ZeroEngine:
     """Collective over the mesh. `model` is a causal LM on meta; each rank reads only the slices that it keeps."""
     internals.quiet_start(device)
-    cut = _cut_into_stages(model, config=config, mesh=mesh)
-    tensor = _cut_over_tensor_ranks(model, config=config, mesh=mesh)
-    if cut:
-        untie(model, cut)
-    checkpointing.apply(model, config.activation, ranges=cut.layers if cut else None)
+    cuts = cut_model(model, config=config, mesh=mesh)
     load(model, weights, device=device, make_partitioned=_partitioned(config, mesh=mesh))
-    names = {getattr(parameter, "stored_as", name): parameter for name, parameter in model.named_parameters()}
-    if cut is None or cut.last:
-        model.lm_head = _head(model, config=config, tensor=tensor, twice=_splits_backward(config, mesh=mesh))
-    module: nn.Module = nn.ModuleList(stages_of_model(model, cut)) if cut else CausalLMLoss(model)
+    names = stored_names(model)
+    module = trained_module(model, cuts, config=config, mesh=mesh)
+    stages = cuts.stages
     engine = ZeroEngine(
         module,
         names=names,
@@ -45,12 +49,35 @@ def parallelize(model: Any, weights: Weights, *, config: TrainConfig, mesh: Mesh
         config=config,
         mesh=mesh,
         device=device,
-        pipeline=_pipeline(module, cut, model=model, config=config, mesh=mesh, device=device) if cut else None,
-        tied=_tied(names, cut, model=model, mesh=mesh) if cut else None,
+        pipeline=_pipeline(module, stages, model=model, config=config, mesh=mesh, device=device) if stages else None,
+        tied=_tied(names, stages, model=model, mesh=mesh) if stages else None,
     )
     if weights.exceeds(next(iter(names.values())).dtype):
         _sharpen_masters(engine, weights)
     return engine
+
+
+def cut_model(model: Any, *, config: TrainConfig, mesh: Mesh) -> Cuts:
+    """Leave in `model`, still on meta, what this rank has. Collective over the mesh."""
+    stages = _cut_into_stages(model, config=config, mesh=mesh)
+    tensor = _cut_over_tensor_ranks(model, config=config, mesh=mesh)
+    if stages:
+        untie(model, stages)
+    checkpointing.apply(model, config.activation, ranges=stages.layers if stages else None)
+    return Cuts(stages, tensor)
+
+
+def stored_names(model: Any) -> dict[str, nn.Parameter]:
+    """Parameters by the names that they have in a checkpoint's files, tied ones once."""
+    return {getattr(parameter, "stored_as", name): parameter for name, parameter in model.named_parameters()}
+
+
+def trained_module(model: Any, cuts: Cuts, *, config: TrainConfig, mesh: Mesh) -> nn.Module:
+    """What is called in training: the stages of a pipeline rank, or all of the model with its loss."""
+    if cuts.stages is None or cuts.stages.last:
+        twice = _splits_backward(config, mesh=mesh)
+        model.lm_head = _head(model, config=config, tensor=cuts.tensor, twice=twice)
+    return nn.ModuleList(stages_of_model(model, cuts.stages)) if cuts.stages else CausalLMLoss(model)
 
 
 def _cut_into_stages(model: Any, *, config: TrainConfig, mesh: Mesh) -> Cut | None:
