@@ -24,7 +24,8 @@ def main() -> None:
     os.environ["COMP_LINE"] = os.environ.get("COMP_LINE", "").replace("fourfold train ", "fourfold ", 1)
     command = sys.argv[1] if len(sys.argv) > 1 else ""
     if command == "export":
-        run_and_exit(lambda: export_command(sys.argv[2:]))
+        export_command(sys.argv[2:])
+        return
     if command == "data":
         data_command(sys.argv[2:])
         return
@@ -157,18 +158,46 @@ def advise_command(arguments: list[str]) -> int:
     return 0
 
 
-def export_command(arguments: list[str]) -> int:
+def export_command(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(
-        prog="fourfold export", description="Make something else of a run's newest or of a given checkpoint."
+        prog="fourfold export",
+        usage="fourfold export CHECKPOINT TARGET [--to hf|deepspeed] [--dtype DTYPE]\n"
+        "       fourfold export --to megatron|torchtitan|accelerate|deepspeed [--gpus N] key=value ...",
+        description="Make something else of a run's newest or of a given checkpoint, or print a recipe's settings for another "
+        "launcher.",
+        epilog="CHECKPOINT: folder of a run, or of one checkpoint (step-00000040). TARGET: folder to write; must not exist yet. "
+        "key=value: as for a run, task=llama3_8b tier=nd; what the launcher has no words for goes to stderr.",
     )
-    parser.add_argument("checkpoint", type=Path, help="folder of a run, or of one checkpoint (step-00000040)")
-    parser.add_argument("target", type=Path, help="folder to write; must not exist yet")
     parser.add_argument(
-        "--to", choices=("hf", "deepspeed"), default="hf", help="Hugging Face folder, or DeepSpeed universal checkpoint"
+        "--to",
+        choices=("hf", "deepspeed", "megatron", "torchtitan", "accelerate"),
+        default="hf",
+        help="Hugging Face folder, DeepSpeed universal checkpoint or JSON, or the launcher's own settings",
     )
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="of hf; default: that of the model")
-    options = parser.parse_args(arguments)
+    parser.add_argument("--gpus", type=int, help="of a recipe (default: as many as one data rank needs)")
+    options, rest = parser.parse_known_args(arguments)
+    if options.to in ("hf", "deepspeed") and not _is_recipe(rest):
+        if len(rest) != 2:
+            parser.error("give a CHECKPOINT and a TARGET folder, or key=value of a recipe and --to")
+        run_and_exit(lambda: _export_checkpoint(*map(Path, rest), options=options))
+    if options.to == "hf":
+        parser.error("--to hf needs a checkpoint; a recipe goes to megatron, torchtitan, accelerate or deepspeed")
+
+    def show(config: "TrainConfig") -> None:
+        from fourfold.interop.show import show_settings
+
+        show_settings(config, to=options.to, gpus=options.gpus)
+
+    _compose_and_show(rest, show)
+
+
+def _is_recipe(arguments: list[str]) -> bool:
+    return bool(arguments) and not any(Path(argument).exists() for argument in arguments) and "=" in arguments[0]
+
+
+def _export_checkpoint(checkpoint: Path, target: Path, *, options: argparse.Namespace) -> int:
     from fourfold.checkpoint.export import export_checkpoint
 
-    print(export_checkpoint(options.checkpoint, target=options.target, dtype=options.dtype, to=options.to))
+    print(export_checkpoint(checkpoint, target=target, dtype=options.dtype, to=options.to))
     return 0

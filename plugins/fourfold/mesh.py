@@ -1,4 +1,4 @@
-"""Live groups of a layout, and the `mpu` face of them that DeepSpeed and Megatron-style callers expect."""
+"""Live groups of a layout."""
 
 from dataclasses import dataclass
 
@@ -67,56 +67,3 @@ def neighbours(group: dist.ProcessGroup, *, size: int) -> dist.ProcessGroup:
     ranks = dist.get_process_group_ranks(group)
     first = dist.get_rank(group) // size * size
     return new_group(ranks[first : first + size], like=group)
-
-
-class Mpu:
-    """Megatron's model-parallel-unit interface over a Mesh.
-
-    "data parallel" means the group over which ZeRO partitions and averages: dp_shard x cp. There is no method with
-    `sequence` in its name, on purpose: DeepSpeed 0.19 doubles gradients or reduces over too few ranks if it finds one.
-    """
-
-    def __init__(self, mesh: Mesh) -> None:
-        self._data = mesh.shard_group
-        self._model = mesh.model_group
-        self._tensor = mesh.axis_groups["tp"]
-        self._pipeline = mesh.axis_groups["pp"]
-
-    def get_data_parallel_group(self) -> dist.ProcessGroup:
-        return self._data
-
-    def get_data_parallel_world_size(self) -> int:
-        return dist.get_world_size(self._data)
-
-    def get_data_parallel_rank(self) -> int:
-        return dist.get_rank(self._data)
-
-    def get_data_parallel_group_ranks(self) -> list[int]:
-        return dist.get_process_group_ranks(self._data)
-
-    def get_model_parallel_group(self) -> dist.ProcessGroup:
-        return self._model
-
-    def get_model_parallel_world_size(self) -> int:
-        return dist.get_world_size(self._model)
-
-    def get_model_parallel_rank(self) -> int:
-        return dist.get_rank(self._model)
-
-    def get_tensor_model_parallel_group(self) -> dist.ProcessGroup:
-        return self._tensor
-
-    def get_tensor_model_parallel_world_size(self) -> int:
-        return dist.get_world_size(self._tensor)
-
-    def get_tensor_model_parallel_rank(self) -> int:
-        return dist.get_rank(self._tensor)
-
-    def get_pipeline_model_parallel_group(self) -> dist.ProcessGroup:
-        return self._pipeline
-
-    def get_pipeline_model_parallel_world_size(self) -> int:
-        return dist.get_world_size(self._pipeline)
-
-    def get_pipeline_model_parallel_rank(self) -> int:
-        return dist.get_rank(self._pipeline)

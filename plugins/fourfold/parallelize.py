@@ -9,10 +9,11 @@ from torch import nn
 
 from fourfold.activation import checkpointing
 from fourfold.groups import new_group
-from fourfold.mesh import Mesh, Mpu
+from fourfold.mesh import Mesh
 from fourfold.model.build import CausalLMLoss, LossHead, final_softcap
 from fourfold.model.load import MakeParameter, load
 from fourfold.model.weights import Weights
+from fourfold.mpu import Mpu
 from fourfold.pipeline.cut import Cut, keep, stages_of_model, untie
 from fourfold.pipeline.driver import Hidden, Pipeline
 from fourfold.pipeline.schedules import SCHEDULES

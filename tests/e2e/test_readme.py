@@ -110,8 +110,9 @@ def test_settings_data_plan_and_advise_commands(tmp_path: Path) -> None:
     settings, data = "fourfold train --cfg job task=quickstart tier=hsdp", "fourfold data --rows 3 task=quickstart"
     (plan,) = [command for command in COMMANDS if command.startswith("fourfold plan")]
     (advise,) = [command for command in COMMANDS if command.startswith("fourfold advise --")]
+    (export,) = [command for command in COMMANDS if command.startswith("fourfold export --to")]
     assert {settings, data} <= set(COMMANDS)
-    shown, rows, timeline, advice = run_together([settings, data, plan, advise], tmp_path)
+    shown, rows, timeline, advice, exported = run_together([settings, data, plan, advise, export], tmp_path)
     assert "dp_replicate_size: -1" in shown
     for part in ("documents", "best_fit", "tokens of a document", "row 3", "⟦"):
         assert part in rows, part
@@ -119,6 +120,7 @@ def test_settings_data_plan_and_advise_commands(tmp_path: Path) -> None:
         assert part in timeline, part
     for part in ("activations GB", "because", "256:", "1024:", "task=llama3_70b tier=pipeline"):
         assert part in advice, part
+    assert "--tensor-model-parallel-size 2" in exported
     assert (tmp_path / "pipeline.svg").read_text().startswith("<svg")
     assert len(list(tmp_path.iterdir())) == 1
 

@@ -11,6 +11,7 @@ from fourfold.context.kernels.cpu import CpuKernel
 from fourfold.groups import timeout_of
 from fourfold.layout import Layout
 from fourfold.mesh import build_mesh
+from fourfold.mpu import Mpu
 
 
 def timeouts(rank: int, *, seconds: float, layout: Layout) -> list[float]:
@@ -35,3 +36,14 @@ def waited(rank: int, *, seconds: float, layout: Layout) -> float:
     except RuntimeError:
         return time.monotonic() - begin
     return float("inf")
+
+
+def megatron_view(rank: int, *, layout: Layout) -> dict[str, object]:
+    """What every function of the mpu says on this rank; groups as their ranks."""
+    mpu = Mpu(build_mesh(layout, device_type="cpu"))
+    answers = {name: getattr(mpu, name)() for name in dir(mpu) if name.startswith("get_")}
+    answers["get_data_parallel_group alone"] = mpu.get_data_parallel_group(with_context_parallel=False)
+    return {
+        name: dist.get_process_group_ranks(answer) if isinstance(answer, dist.ProcessGroup) else answer
+        for name, answer in answers.items()
+    }

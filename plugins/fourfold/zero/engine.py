@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fourfold.mesh import Mesh, Mpu
+from fourfold.mesh import Mesh
+from fourfold.mpu import Mpu
 from fourfold.schema import TrainConfig
 from fourfold.slices import Slice, is_counted, slice_of
 from fourfold.zero import deepspeed_internals as internals
