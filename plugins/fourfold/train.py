@@ -35,7 +35,7 @@ from fourfold.launch import command_to_go_on, launched_at
 from fourfold.layout import Layout
 from fourfold.log import Reporter
 from fourfold.loop import Outcome, TrainingLoop, evaluate_loss
-from fourfold.lost import lost_ranks_named
+from fourfold.lost import lost_ranks_named, quiet_rank_told
 from fourfold.mesh import Mesh, build_mesh
 from fourfold.model.build import build_on_meta
 from fourfold.model.load import check, refuse_contradicting_ties, stored_shapes
@@ -86,8 +86,8 @@ def train(config: TrainConfig, *, plain: dict[str, Any]) -> int:
         plan = prepare_run(config, layout=layout, device=device)
         start_process_group(device, cluster=config.cluster)
         with (
-            Board(rank=rank(), world_size=layout.world_size) as board,
-            lost_ranks_named(board, layout=layout, pipeline=config.pipeline),
+            Board(rank=rank(), world_size=layout.world_size, quiet=quiet_rank_told(layout, config)) as board,
+            lost_ranks_named(board, layout=layout, pipeline=config.pipeline, rank=rank()),
         ):
             mesh = build_mesh(layout, device_type=device.type)
             engine = parallelize(plan.model, plan.weights, config=config, mesh=mesh, device=device)

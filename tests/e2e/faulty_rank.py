@@ -13,6 +13,7 @@ from fourfold.model.build import CausalLMLoss
 from fourfold.pipeline.cut import Stage
 
 board.SILENCE = 5.0  # of 12: those who live wait for nothing else
+board.QUIET = 3.0  # of 30: before the timeout
 what, rank, number = os.environ["FAULT"].split(":")
 passes, write, put_in_place = CausalLMLoss.forward, save.write_safetensors, save.put_in_place
 passes_stage = Stage.forward
@@ -29,15 +30,33 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def forward(self: Any, **batch: Any) -> Any:
-    if is_time_of("forward") and what == "kill-amid-update":
+def halt() -> None:
+    """The kind of fault that keeps the others waiting."""
+    if what.startswith("kill"):
         die()
+    Path("died").write_text(str(time.time()))
+    if what.startswith("stop"):
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if what.startswith("hang"):
+        time.sleep(600.0)
+
+
+def slow_down() -> None:
+    if what == "slow" and os.environ["RANK"] == rank:
+        time.sleep(0.3)
+
+
+def forward(self: Any, **batch: Any) -> Any:
+    slow_down()
+    if is_time_of("forward") and what.endswith("-amid-update"):
+        halt()
     return passes(self, **batch)
 
 
 def forward_stage(self: Any, *arguments: Any, **batch: Any) -> Any:
-    if is_time_of("stage") and what == "kill-amid-schedule":
-        die()
+    slow_down()
+    if is_time_of("stage") and what.endswith("-amid-schedule"):
+        halt()
     return passes_stage(self, *arguments, **batch)
 
 

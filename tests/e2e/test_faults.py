@@ -125,7 +125,8 @@ def test_a_rank_is_killed_amid_a_schedule(tmp_path: Path, cache: Path, schedule:
     result = warm(*words, folder=tmp_path, world=2, script=FAULTY, FAULT=f"kill-amid-schedule:{killed}:{number}")
     assert result.code == -signal.SIGKILL
     assert time.time() - float((tmp_path / "died").read_text()) < 30, "the other rank is gone"
-    assert f"fourfold: {place} has given no sign of life" in result.err
+    group = f"of the pp group of this rank {1 - killed} (0, 1)"
+    assert f"fourfold: {place}, {group}, has given no sign of life" in " ".join(result.err.split())
     assert set(updates(tmp_path / "out")) == {1}
 
 

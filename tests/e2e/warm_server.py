@@ -10,8 +10,10 @@ import os
 import runpy
 import signal
 import sys
+import time
 import warnings
 from collections.abc import Iterator
+from math import inf
 from typing import Any
 
 with warnings.catch_warnings():
@@ -53,16 +55,25 @@ def start(request: dict[str, Any], launch: dict[str, str]) -> int:
 
 def exit_code(children: set[int]) -> int:
     """That of the first that fails."""
-    failed = 0
+    failed, deadline = 0, inf
     while children:
-        child, status = os.wait()
+        child, status = os.waitpid(-1, os.WNOHANG if failed else 0)
+        if child == 0:
+            time.sleep(0.02)
+            if time.monotonic() > deadline:
+                end(children, signal.SIGKILL)
+            continue
         children.discard(child)
         code = os.waitstatus_to_exitcode(status)
         if code and not failed:
-            failed = code
-            for other in children:
-                os.kill(other, signal.SIGTERM)
+            failed, deadline = code, time.monotonic() + 3.0  # of torchrun's 30
+            end(children, signal.SIGTERM)
     return failed
+
+
+def end(children: set[int], how: int) -> None:
+    for child in children:
+        os.kill(child, how)
 
 
 def launches(world: int) -> Iterator[dict[str, str]]:
