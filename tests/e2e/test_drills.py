@@ -32,8 +32,9 @@ SLOW = [pytest.mark.slow]
 def drill(folder: Path, cache: Path, axis: str, fault: str) -> Result:
     """Rank 1 of two, in the second of three updates."""
     amid, number = ("schedule", 6) if axis == "pp" else ("update", 6 if axis in ("tp", "cp") else 3)
-    words = [*WORDS, *AXES[axis], f"cache_dir={cache}", f"cluster.timeout={TIMEOUT}"]
-    what = fault if fault in ("none", "slow") else f"{fault}-amid-{amid}"
+    ends = fault not in ("none", "slow")
+    words = [*WORDS, *AXES[axis], f"cache_dir={cache}", f"cluster.timeout={TIMEOUT if ends else 60.0}"]
+    what = f"{fault}-amid-{amid}" if ends else fault
     return warm(*words, folder=folder, world=2, script=FAULTY, FAULT=f"{what}:1:{number}")
 
 

@@ -12,8 +12,9 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from math import inf
+from pathlib import Path
 from typing import Any
 
 with warnings.catch_warnings():
@@ -60,20 +61,24 @@ def exit_code(children: set[int]) -> int:
         child, status = os.waitpid(-1, os.WNOHANG if failed else 0)
         if child == 0:
             time.sleep(0.02)
-            if time.monotonic() > deadline:
-                end(children, signal.SIGKILL)
+            end(children if time.monotonic() > deadline else filter(is_stopped, children), signal.SIGKILL)
             continue
         children.discard(child)
         code = os.waitstatus_to_exitcode(status)
         if code and not failed:
-            failed, deadline = code, time.monotonic() + 3.0  # of torchrun's 30
+            failed, deadline = code, time.monotonic() + 30.0
             end(children, signal.SIGTERM)
     return failed
 
 
-def end(children: set[int], how: int) -> None:
+def end(children: Iterable[int], how: int) -> None:
     for child in children:
         os.kill(child, how)
+
+
+def is_stopped(child: int) -> bool:
+    """By SIGSTOP: it will not hear of SIGTERM."""
+    return Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
 
 def launches(world: int) -> Iterator[dict[str, str]]:
