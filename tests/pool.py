@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-PATIENCE = 300.0  # seconds that one task may take
+PATIENCE = 600.0  # seconds that one task may take
 
 
 class RankPool:

@@ -19,7 +19,6 @@ from tests.parity.pipeline_ranks import (
     short_updates,
     whole_gradients,
 )
-from tests.parity.resume_ranks import resume_from_all, save_after_two
 from tests.parity.run_ranks import refused_run
 from tests.parity.strategies import settings
 from tests.parity.zero_ranks import train
@@ -220,45 +219,3 @@ def test_rotary_embeddings_that_depend_on_the_length_do_not_remember_others(rank
         assert result["loss"] == [pytest.approx(loss, rel=1e-6)]
         assert result["norm"] == [pytest.approx(norm, rel=1e-5)]
         assert worst(result["gradients"][0], gradients)[0] < 1e-5
-
-
-RESUMED = {
-    "one": (Layout(), "1f1b", 2),
-    "1f1b": (PP2, "1f1b", 1),
-    "V": (PP2, "zbv", 2),
-    "stage 3, tp": (Layout(pp_size=2, tp_size=2), "interleaved_1f1b", 3),
-}
-
-
-def test_every_layout_goes_on_from_every_other(ranks: RankPool, tmp_path: Path) -> None:
-    """Other numbers of pipeline ranks, other splits and schedules: state bit by bit, and the next update."""
-    folder = save_family("llama_tied", tmp_path / "model", num_hidden_layers=5, vocab_size=97)
-    optim = OptimConfig(max_grad_norm=0.3)
-    checkpoints, truths, thirds = {}, {}, {}
-    for name, (layout, schedule, stage) in RESUMED.items():
-        thirds[name], *_ = ranks.run(
-            layout.world_size,
-            save_after_two,
-            folder=folder,
-            config=config(schedule, stage=stage, optim=optim),
-            layout=layout,
-            output=tmp_path / name,
-            in_background=False,
-        )
-        checkpoints[name], truths[name] = tmp_path / name / "step-00000002", tmp_path / f"{name}.pt"
-        torch.save(thirds[name].pop("saved"), truths[name])
-    for name, (layout, schedule, stage) in RESUMED.items():
-        for result in ranks.run(
-            layout.world_size,
-            resume_from_all,
-            folder=folder,
-            config=config(schedule, stage=stage, optim=optim),
-            layout=layout,
-            checkpoints=checkpoints,
-            truths=truths,
-        ):
-            for before, found in result.items():
-                assert not found["wrong"], (before, name, found["wrong"])
-                assert found["loss"] == pytest.approx(thirds[before]["loss"], rel=1e-6), (before, name)
-                assert found["norm"] == pytest.approx(thirds[before]["norm"], rel=1e-5), (before, name)
-                assert worst(found["state"], thirds[before]["state"])[0] < 1e-4, (before, name)

@@ -1,6 +1,7 @@
-"""Checkpoints that change the number of tensor ranks: state bit by bit, and the next update of the uninterrupted run."""
+"""Checkpoints that change the number of ranks along every axis: state bit by bit, and the next update of the uninterrupted
+run."""
 
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,49 +11,47 @@ from torch import Tensor
 from fourfold.checkpoint.export import export
 from fourfold.checkpoint.pieces import Pieces
 from fourfold.layout import Layout
-from fourfold.schema import OptimConfig, Precision, TrainConfig
+from fourfold.schema import OptimConfig, PipelineConfig, Precision, TrainConfig
 from tests.families import save_family
 from tests.parity.resume_ranks import resume_from_all, save_after_two
 from tests.parity.strategies import settings
 from tests.pool import RankPool
 from tests.reference import worst
 
-
-@dataclass(frozen=True)
-class Way:
-    stage: int
-    layout: Layout
-
-    def config(self, precision: Precision = Precision.fp32) -> TrainConfig:
-        return settings(stage=self.stage, optim=OptimConfig(max_grad_norm=0.3), precision=precision)
-
-
-WAYS = {
-    "one": Way(2, Layout()),
-    "zero3": Way(3, Layout(dp_shard_size=2)),
-    "tp2 zero1": Way(1, Layout(tp_size=2, dp_shard_size=2)),
-    "tp2 zero3": Way(3, Layout(tp_size=2, dp_shard_size=2)),
-    "tp4": Way(2, Layout(tp_size=4)),
+WAYS = {  # ZeRO stage, layout, schedule of the pipeline
+    "one": (2, Layout(), "1f1b"),
+    "zero3": (3, Layout(dp_shard_size=2), "1f1b"),
+    "hsdp": (2, Layout(dp_shard_size=2, dp_replicate_size=2), "1f1b"),
+    "tp4": (1, Layout(tp_size=4), "1f1b"),
+    "V": (1, Layout(pp_size=2), "zbv"),
+    "tp2 cp2 pp2": (3, Layout(tp_size=2, cp_size=2, pp_size=2), "interleaved_1f1b"),
+    "tp2": (3, Layout(tp_size=2), "1f1b"),
 }
 
 
+def config(name: str, precision: Precision = Precision.fp32) -> TrainConfig:
+    stage, _, schedule = WAYS[name]
+    made = settings(stage=stage, optim=OptimConfig(max_grad_norm=0.3), precision=precision)
+    return replace(made, pipeline=PipelineConfig(schedule=schedule))
+
+
 @pytest.mark.parametrize(
-    ("family", "kv_heads", "names"), [("llama_tied", 2, list(WAYS)), ("phi3", 4, ["tp2 zero3", "tp4"])]
+    ("family", "kv_heads", "names"),
+    [("llama_tied", 2, [name for name in WAYS if name != "tp2"]), ("phi3", 4, ["tp2", "tp4"])],
 )
 def test_every_layout_goes_on_from_every_other(
     ranks: RankPool, tmp_path: Path, family: str, kv_heads: int, names: list[str]
 ) -> None:
     """Padded vocabularies, key heads on several ranks, packed projections; each resumed by each."""
-    folder = save_family(family, tmp_path / "model", vocab_size=97, num_key_value_heads=kv_heads)
-    ways = {name: WAYS[name] for name in names}
+    folder = save_family(family, tmp_path / "model", num_hidden_layers=5, vocab_size=97, num_key_value_heads=kv_heads)
     checkpoints, thirds = {}, {}
-    for name, way in ways.items():
+    for name in names:
         thirds[name], *_ = ranks.run(
-            way.layout.world_size,
+            WAYS[name][1].world_size,
             save_after_two,
             folder=folder,
-            config=way.config(),
-            layout=way.layout,
+            config=config(name),
+            layout=WAYS[name][1],
             output=tmp_path / name,
             in_background=False,
         )
@@ -60,14 +59,14 @@ def test_every_layout_goes_on_from_every_other(
         torch.save(
             thirds[name].pop("saved"), tmp_path / f"{name}.pt"
         )  # not handed on: there is a limit of shared tensors
-    truths = {name: tmp_path / f"{name}.pt" for name in ways}
-    for name, way in ways.items():
+    truths = {name: tmp_path / f"{name}.pt" for name in names}
+    for name in names:
         results = ranks.run(
-            way.layout.world_size,
+            WAYS[name][1].world_size,
             resume_from_all,
             folder=folder,
-            config=way.config(),
-            layout=way.layout,
+            config=config(name),
+            layout=WAYS[name][1],
             checkpoints=checkpoints,
             truths=truths,
         )
@@ -85,13 +84,12 @@ def test_a_checkpoint_of_slices_is_exported_whole(ranks: RankPool, tmp_path: Pat
     from transformers import AutoModelForCausalLM
 
     folder = save_family("llama_tied", tmp_path / "model", vocab_size=97)
-    way = WAYS["tp4"]
     third, *_ = ranks.run(
         4,
         save_after_two,
         folder=folder,
-        config=way.config(Precision.bf16),
-        layout=way.layout,
+        config=config("tp4", Precision.bf16),
+        layout=WAYS["tp4"][1],
         output=tmp_path / "run",
         in_background=True,
     )
