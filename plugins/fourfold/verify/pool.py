@@ -1,0 +1,119 @@
+"""Ranks on this machine: processes forked for each task from one server that has torch and DeepSpeed imported, so that a rank
+starts in a tenth of a second and inherits neither groups, nor threads, nor memory of an earlier task."""
+
+import ctypes
+import multiprocessing
+import os
+import signal
+import tempfile
+import time
+import traceback
+import uuid
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+LAST_WORDS = 5.0  # seconds that the others get to tell what they saw, once a rank has failed
+DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG of prctl(2)
+
+
+class RanksFailed(RuntimeError):
+    """A rank failed, died or hung: `failures` has what each such rank said."""
+
+    def __init__(self, failures: dict[int, str]) -> None:
+        self.failures = failures
+        super().__init__(
+            "ranks failed:\n" + "\n".join(f"--- rank {rank}: {failures[rank]}" for rank in sorted(failures))
+        )
+
+
+class RankPool:
+    """`run(world, function, **kwargs)` calls `function(rank, **kwargs)` on each of `world` gloo ranks of a fresh
+    process group and returns their results in rank order. A rank that fails, dies or hangs fails the call, with the
+    traces of all ranks; none is left behind."""
+
+    def __init__(self, *, preload: str = "fourfold.verify.preload", patience: float = 300.0) -> None:
+        """`preload` is imported once, by the server. `patience`: seconds that one task may take."""
+        self._patience = patience
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload([preload])
+
+    def warm_up(self) -> None:
+        """Begin to import, in the background."""
+        from multiprocessing import forkserver
+
+        forkserver.ensure_running()
+
+    def run(self, world: int, function: Callable[..., Any], **kwargs: Any) -> list[Any]:
+        store = Path(tempfile.gettempdir()) / f"fourfold-store-{uuid.uuid4().hex}"
+        ranks: list[tuple[Any, Connection]] = []
+        try:
+            for rank in range(world):
+                ranks.append(self._start(function, kwargs, rank, world, store, self._patience))
+            return self._collect([connection for _, connection in ranks])
+        finally:
+            for process, connection in ranks:
+                connection.close()
+                process.kill()
+                process.join()
+            store.unlink(missing_ok=True)
+
+    def _start(self, *task: Any) -> tuple[Any, Connection]:
+        ours, theirs = self._context.Pipe()
+        process = self._context.Process(target=_serve, args=(theirs, *task), daemon=True)
+        process.start()
+        theirs.close()
+        return process, ours
+
+    def _collect(self, connections: list[Connection]) -> list[Any]:
+        answers: dict[int, Any] = {}
+        failures: dict[int, str] = {}
+        waiting = {connection: rank for rank, connection in enumerate(connections)}
+        end = time.monotonic() + self._patience
+        while waiting:
+            left = max(0.0, end - time.monotonic())
+            ready = wait(list(waiting), timeout=min(left, LAST_WORDS) if failures else left)
+            if not ready:
+                break
+            for connection in [one for one in waiting if one in ready]:
+                rank = waiting.pop(connection)
+                try:
+                    good, value = connection.recv()
+                except EOFError:
+                    good, value = False, "the process died"
+                (answers if good else failures)[rank] = value
+        if failures or waiting:
+            late = "" if failures else f" after {self._patience:.0f} s"
+            raise RanksFailed({**{rank: f"no answer{late}" for rank in waiting.values()}, **failures})
+        return [answers[rank] for rank in range(len(connections))]
+
+
+def _serve(
+    connection: Connection,
+    function: Callable[..., Any],
+    kwargs: dict[str, Any],
+    rank: int,
+    world: int,
+    store: Path,
+    patience: float,
+) -> None:
+    import torch.distributed as dist
+
+    if hasattr(ctypes.CDLL(None), "prctl"):  # Linux: whatever becomes of the server, no rank outlives it
+        ctypes.CDLL(None).prctl(DIE_WITH_PARENT, signal.SIGKILL)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
+    try:
+        dist.init_process_group(
+            "gloo",
+            store=dist.FileStore(str(store), world),
+            rank=rank,
+            world_size=world,
+            timeout=timedelta(seconds=2 * patience),  # the caller is the first to lose patience
+        )
+        answer = (True, function(rank, **kwargs))
+    except BaseException:
+        answer = (False, traceback.format_exc())
+    connection.send(answer)
+    connection.poll(patience)  # until the caller closes it: other ranks may still talk to this one
