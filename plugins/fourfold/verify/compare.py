@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fourfold.layout import Layout
+from fourfold.layout import DATA_AXES, Layout
 from fourfold.slices import Slice
 from fourfold.verify.ranks import Piece, Result
 from fourfold.verify.reference import Truth
@@ -56,6 +56,14 @@ class Tensors:
 
 
 @dataclass(frozen=True)
+class MicroBatchLoss:
+    """Of one data rank."""
+
+    rows: list[bytes]  # by rows.key_of
+    loss: float  # sum over their tokens
+
+
+@dataclass(frozen=True)
 class Update:
     """Of one update of one layout."""
 
@@ -63,7 +71,7 @@ class Update:
     norms: list[float]  # by rank
     gradients: Tensors | None  # None where they are out of reach
     changes: Tensors
-    rows: dict[tuple[bytes, ...], float]  # sum of token losses of each micro-batch, by its rows
+    micro_batches: list[MicroBatchLoss]
     truth: Truth
 
     @property
@@ -103,7 +111,7 @@ class Comparison:
 
 
 def compare(results: list[Result], truths: list[Truth], *, layout: Layout) -> Comparison:
-    updates = [_update(results, truth, number=number, layout=layout) for number, truth in enumerate(truths)]
+    updates = [_update(results, truth, number=number) for number, truth in enumerate(truths)]
     last = [(result.updates[-1].sent, result.planned) for result in results]
     axes = [axis for axis in ("tp", "cp", "pp") if layout.size(axis) > 1]
     sent = {axis: [(counted.get(axis, 0), plan.get(axis)) for counted, plan in last] for axis in axes}
@@ -116,7 +124,7 @@ def apart(got: float, want: float) -> float:
     return distance if distance == distance else math.inf
 
 
-def _update(results: list[Result], truth: Truth, *, number: int, layout: Layout) -> Update:
+def _update(results: list[Result], truth: Truth, *, number: int) -> Update:
     seen = [result.updates[number] for result in results]
     gradients = [one.gradients for one in seen]
     change = {name: truth.after[name] - truth.before[name] for name in truth.after}
@@ -125,7 +133,7 @@ def _update(results: list[Result], truth: Truth, *, number: int, layout: Layout)
         norms=[one.norm for one in seen],
         gradients=None if None in gradients else _tensors(gradients, truth.gradients, bound=GRADIENT),  # type: ignore[arg-type]
         changes=_tensors([one.after for one in seen], change, bound=CHANGE, base=truth.before),
-        rows=_row_losses(results, number=number, layout=layout),
+        micro_batches=_micro_batches(results, number=number),
         truth=truth,
     )
 
@@ -164,15 +172,18 @@ def _part(whole: Tensor, piece: Piece) -> Tensor:
     return piece.part.cut(whole).flatten()[piece.start : piece.start + len(piece.values)]
 
 
-def _row_losses(results: list[Result], *, number: int, layout: Layout) -> dict[tuple[bytes, ...], float]:
+def _micro_batches(results: list[Result], *, number: int) -> list[MicroBatchLoss]:
     """Ranks that differ in cp have a part of the tokens each; those that differ in tp or pp all have the same sums."""
-    found: Counter[tuple[bytes, ...]] = Counter()
+    keys: dict[tuple[int, ...], list[bytes]] = {}
+    losses: Counter[tuple[int, ...]] = Counter()
     for result in results:
         if result.coordinate["tp"] == result.coordinate["pp"] == 0:
             update = result.updates[number]
-            for keys, loss in zip(update.keys, update.losses, strict=True):
-                found[tuple(keys)] += loss  # type: ignore[assignment]
-    return dict(found)
+            for index, (rows, loss) in enumerate(zip(update.keys, update.losses, strict=True)):
+                which = (*(result.coordinate[axis] for axis in DATA_AXES), index)
+                keys[which] = rows
+                losses[which] += loss  # type: ignore[assignment]
+    return [MicroBatchLoss(rows, losses[which]) for which, rows in keys.items()]
 
 
 def _unheld(results: list[Result], weights: dict[str, Tensor]) -> Iterator[str]:

@@ -65,48 +65,68 @@ def place(layout: Layout, rank: int) -> str:
 
 def _rows_read(case: Case) -> Iterator[str]:
     known = [key_of(ids, labels) for ids, labels in zip(case.rows["input_ids"], case.rows["labels"], strict=True)]
-    read = [key for keys in case.update.rows for key in keys]
-    for number, key in enumerate(known):
-        if known.count(key) != read.count(key):
-            yield f"the data ranks read row {number} {read.count(key)} times in an update instead of {known.count(key)}"
-            return
+    read = [key for one in case.update.micro_batches for key in one.rows]
+    wrong = {
+        number: read.count(key)
+        for number, key in enumerate(known)
+        if read.count(key) % known.count(key) or key not in read
+    }
+    if len(read) != len(known) or wrong:
+        counts = ", ".join(f"row {number} {count} times" for number, count in list(wrong.items())[:4])
+        yield f"the data ranks read {len(read)} rows in an update of {len(known)}, each once if all were right: {counts}"
 
 
 def _losses(case: Case) -> Iterator[str]:
     if case.update.loss_error <= LOSS:
         return
-    numbers = _numbers(case)
-    want = {keys: float(sum(case.update.truth.row_losses[one] for one in found)) for keys, found in numbers.items()}
-    wrong = [keys for keys, loss in case.update.rows.items() if apart(loss, want[keys]) > 10 * LOSS]
-    ratio = case.update.loss / case.update.truth.loss
+    batches = list(_against(case, case.update.truth.row_losses.tolist()))
+    wrong = [one for one in batches if apart(one.got, one.want) > 10 * LOSS]
     if not wrong:
         yield (
-            f"the token losses of every micro-batch are right and their mean is {ratio:.4g} of the reference's: the normaliser "
-            f"(targets of the global batch), or the sum of losses over {_data_axes(case.layout)}"
+            f"the token losses of every micro-batch are right and their mean is {case.update.loss / case.update.truth.loss:.4g} "
+            f"of the reference's: the normaliser (targets of the global batch), or the sum of losses over "
+            f"{_data_axes(case.layout)}"
         )
         return
-    ratios = [case.update.rows[keys] / want[keys] for keys in case.update.rows if want[keys]]
+    ratios = [one.got / one.want for one in batches if one.want]
     if max(ratios) - min(ratios) < SAME and case.first:
         yield f"every loss is {ratios[0]:.4g} of the reference's: a factor on the loss, not a token"
         return
-    yield from _known_mistakes(case, numbers)
+    yield from _known_mistakes(case)
     documents = [int(row.max()) + 1 for row in case.rows["document_ids"]]
-    several = [keys for keys, found in numbers.items() if any(documents[one] > 1 for one in found)]
-    if len(wrong) < len(numbers) and set(wrong) <= set(several):
+    several = [one for one in batches if any(documents[row] > 1 for row in one.rows)]
+    if len(wrong) < len(batches) and all(one in several for one in wrong):
         yield (
-            f"{len(wrong)} of {len(several)} micro-batches with several documents have a wrong loss, and those of one document are "
-            f"right: document borders"
+            f"{len(wrong)} of {len(several)} micro-batches with several documents have a wrong loss, and those of one document "
+            f"are right: document borders"
         )
     else:
-        yield f"{len(wrong)} of {len(numbers)} micro-batches have a wrong loss: {_first_wrong(case, wrong[0], want)}"
+        rows = ", ".join(map(str, wrong[0].rows))
+        yield (
+            f"{len(wrong)} of {len(batches)} micro-batches have a wrong loss: that of rows {rows} is {wrong[0].got:.6g} instead "
+            f"of {wrong[0].want:.6g}"
+        )
 
 
-def _first_wrong(case: Case, keys: tuple[bytes, ...], want: dict[tuple[bytes, ...], float]) -> str:
-    rows = ", ".join(str(one) for one in _numbers(case)[keys])
-    return f"that of rows {rows} is {case.update.rows[keys]:.6g} instead of {want[keys]:.6g}"
+@dataclass(frozen=True)
+class Batch:
+    """A micro-batch: its rows, the sum of its token losses, and what it would be."""
+
+    rows: list[int]
+    got: float
+    want: float
 
 
-def _known_mistakes(case: Case, numbers: dict[tuple[bytes, ...], list[int]]) -> Iterator[str]:
+def _against(case: Case, losses: list[float]) -> Iterator[Batch]:
+    """`losses` are of each row."""
+    pairs = zip(case.rows["input_ids"], case.rows["labels"], strict=True)
+    known = {key_of(ids, labels): number for number, (ids, labels) in enumerate(pairs)}
+    for one in case.update.micro_batches:
+        rows = [known[key] for key in one.rows]
+        yield Batch(rows, one.loss, sum(losses[row] for row in rows))
+
+
+def _known_mistakes(case: Case) -> Iterator[str]:
     """The reference makes each on purpose; the losses tell which it is."""
     mistakes: dict[str, Callable[[dict[str, Tensor]], Tensor]] = {
         "documents attend to each other: attention crosses their borders": case.reference.leaking_loss,
@@ -118,26 +138,18 @@ def _known_mistakes(case: Case, numbers: dict[tuple[bytes, ...], list[int]]) -> 
     with torch.no_grad():
         for text, loss in mistakes.items():
             losses = [float(loss(row)) for row in unstacked(case.rows)]
-            if all(
-                apart(case.update.rows[keys], sum(losses[one] for one in found)) < SAME
-                for keys, found in numbers.items()
-            ):
+            if all(apart(one.got, one.want) < SAME for one in _against(case, losses)):
                 yield text
                 return
 
 
 def _with_labels(case: Case, shift: int) -> Callable[[dict[str, Tensor]], Tensor]:
     def loss(row: dict[str, Tensor]) -> Tensor:
-        return case.reference.row_loss({**row, "labels": row["labels"].roll(shift)})
+        labels = row["labels"].roll(shift)
+        labels[0 if shift > 0 else -1] = -100  # what came round the end
+        return case.reference.row_loss({**row, "labels": labels})
 
     return loss
-
-
-def _numbers(case: Case) -> dict[tuple[bytes, ...], list[int]]:
-    """Of the rows of each micro-batch."""
-    pairs = zip(case.rows["input_ids"], case.rows["labels"], strict=True)
-    known = {key_of(ids, labels): number for number, (ids, labels) in enumerate(pairs)}
-    return {keys: [known[key] for key in keys] for keys in case.update.rows}
 
 
 def _gradients(case: Case) -> Iterator[str]:
@@ -187,7 +199,7 @@ def _copies(case: Case, found: Tensors, *, what: str) -> Iterator[str]:
 def _by_kind(case: Case, found: Tensors, wrong: list[str], held: set[str]) -> Iterator[str]:
     if len(wrong) == len(held):
         return
-    stages = {case.layout.coordinate(one.rank)["pp"] for one in found.offs if one.name in wrong}
+    stages = {case.layout.coordinate(one.rank)["pp"] for one in found.offs if one.error > found.bound}
     if case.layout.pp_size > 1 and len(stages) == 1:
         yield f"only parameters of pipeline rank {stages.pop()} (pp) have a wrong gradient: {_listed(wrong)}"
     elif all(case.update.truth.gradients[name].ndim < 2 for name in wrong):

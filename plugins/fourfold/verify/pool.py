@@ -2,19 +2,20 @@
 starts in a tenth of a second and inherits neither groups, nor threads, nor memory of an earlier task."""
 
 import ctypes
+import faulthandler
 import multiprocessing
 import os
 import signal
 import tempfile
 import time
 import traceback
-import uuid
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+ASKED = 1.0  # seconds to tell where it is, for a rank that does not answer
 LAST_WORDS = 5.0  # seconds that the others get to tell what they saw, once a rank has failed
 DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG of prctl(2)
 
@@ -47,18 +48,17 @@ class RankPool:
         forkserver.ensure_running()
 
     def run(self, world: int, function: Callable[..., Any], **kwargs: Any) -> list[Any]:
-        store = Path(tempfile.gettempdir()) / f"fourfold-store-{uuid.uuid4().hex}"
         ranks: list[tuple[Any, Connection]] = []
-        try:
-            for rank in range(world):
-                ranks.append(self._start(function, kwargs, rank, world, store, self._patience))
-            return self._collect([connection for _, connection in ranks])
-        finally:
-            for process, connection in ranks:
-                connection.close()
-                process.kill()
-                process.join()
-            store.unlink(missing_ok=True)
+        with tempfile.TemporaryDirectory(prefix="fourfold-ranks-") as folder:
+            try:
+                for rank in range(world):
+                    ranks.append(self._start(function, kwargs, rank, world, Path(folder), self._patience))
+                return self._collect(ranks, Path(folder))
+            finally:
+                for process, connection in ranks:
+                    connection.close()
+                    process.kill()
+                    process.join()
 
     def _start(self, *task: Any) -> tuple[Any, Connection]:
         ours, theirs = self._context.Pipe()
@@ -67,10 +67,10 @@ class RankPool:
         theirs.close()
         return process, ours
 
-    def _collect(self, connections: list[Connection]) -> list[Any]:
+    def _collect(self, ranks: list[tuple[Any, Connection]], folder: Path) -> list[Any]:
         answers: dict[int, Any] = {}
         failures: dict[int, str] = {}
-        waiting = {connection: rank for rank, connection in enumerate(connections)}
+        waiting = {connection: rank for rank, (_, connection) in enumerate(ranks)}
         end = time.monotonic() + self._patience
         while waiting:
             left = max(0.0, end - time.monotonic())
@@ -85,9 +85,21 @@ class RankPool:
                     good, value = False, "the process died"
                 (answers if good else failures)[rank] = value
         if failures or waiting:
+            silent = {rank: ranks[rank][0] for rank in waiting.values()}
             late = "" if failures else f" after {self._patience:.0f} s"
-            raise RanksFailed({**{rank: f"no answer{late}" for rank in waiting.values()}, **failures})
-        return [answers[rank] for rank in range(len(connections))]
+            at = _stacks(silent, folder)
+            raise RanksFailed({**{rank: f"no answer{late}{at[rank]}" for rank in silent}, **failures})
+        return [answers[rank] for rank in range(len(ranks))]
+
+
+def _stacks(silent: dict[int, Any], folder: Path) -> dict[int, str]:
+    """Where each of them is, innermost call first; nothing where it does not tell."""
+    for process in silent.values():
+        if process.is_alive():
+            os.kill(process.pid, signal.SIGUSR1)
+    time.sleep(ASKED)
+    files = {rank: folder / f"stack-{rank}" for rank in silent}
+    return {rank: f"; it is at\n{path.read_text()}" if path.is_file() else "" for rank, path in files.items()}
 
 
 def _serve(
@@ -96,18 +108,20 @@ def _serve(
     kwargs: dict[str, Any],
     rank: int,
     world: int,
-    store: Path,
+    folder: Path,
     patience: float,
 ) -> None:
     import torch.distributed as dist
 
     if hasattr(ctypes.CDLL(None), "prctl"):  # Linux: whatever becomes of the server, no rank outlives it
         ctypes.CDLL(None).prctl(DIE_WITH_PARENT, signal.SIGKILL)
+    stack = open(folder / f"stack-{rank}", "w")  # noqa: SIM115  # as long as the process
+    faulthandler.register(signal.SIGUSR1, file=stack, all_threads=False)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
     try:
         dist.init_process_group(
             "gloo",
-            store=dist.FileStore(str(store), world),
+            store=dist.FileStore(str(folder / "store"), world),
             rank=rank,
             world_size=world,
             timeout=timedelta(seconds=2 * patience),  # the caller is the first to lose patience

@@ -85,9 +85,7 @@ def _runs(config: TrainConfig, *, ranks: int, counts: tuple[int, ...]) -> bool:
     return not any(list(schedule_refusals(config.pipeline, ranks=ranks, micro_batches=one)) for one in counts)
 
 
-def recipe(
-    config: TrainConfig, *, layout: Layout, sizes: dict[str, int], folder: str, batch: tuple[int, int], layers: int
-) -> TrainConfig:
+def recipe(config: TrainConfig, *, layout: Layout, folder: str, batch: tuple[int, int], layers: int) -> TrainConfig:
     """What a rank of this pass is given. The optimizer is SGD: Adam divides by the gradient, and so hides its size."""
     rows, whole = batch
     made = deepcopy(config)

@@ -14,7 +14,7 @@ from fourfold.data.prepared import prepare_for
 from fourfold.schema import TrainConfig
 from fourfold.verify.recipe import DOCUMENTS, small_data
 
-AMONG = 16  # times as many rows as are taken are looked at
+LOOKED_AT = 1024  # rows, for those with several documents: long files have few
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def real_rows(
     for documents in (DOCUMENTS, 16 * DOCUMENTS):
         small = replace(small_data(config, documents=documents), cache_dir=str(cache))
         made = prepare_for(small, tokenizer=tokenizer, vocab_size=vocabularies[0], show_progress=False)
-        rows = list(islice(first_rows(made.train, seed=config.seed), AMONG * count))
+        rows = list(islice(first_rows(made.train, seed=config.seed), LOOKED_AT))
         if len(rows) >= count:
             break
     rows = [rows[number % len(rows)] for number in range(max(count, len(rows)))]

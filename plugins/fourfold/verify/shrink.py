@@ -50,9 +50,8 @@ def shrunken(config: Any, target: Target) -> Any:
 def _heads(small: Any, config: Any, target: Target) -> None:
     each, size = head_dim(config), HEAD_DIM
     groups = config.num_attention_heads // config.num_key_value_heads
-    repeated = config.num_key_value_heads < target.of_tp_size
     small.num_key_value_heads = next(
-        (count for count in _key_heads(target, repeated=repeated) if _serves(small, count, groups, target)),
+        (count for count in _key_heads(config, target) if _serves(small, count, groups, target)),
         config.num_key_value_heads,
     )
     small.num_attention_heads = groups * small.num_key_value_heads
@@ -61,12 +60,15 @@ def _heads(small: Any, config: Any, target: Target) -> None:
     if getattr(config, "head_dim", None):
         small.head_dim = size
     if getattr(config, "query_pre_attn_scalar", None):  # Gemma: 1/scale^2, as large as a head
-        small.query_pre_attn_scalar = config.query_pre_attn_scalar * size / each
+        small.query_pre_attn_scalar = max(1, round(config.query_pre_attn_scalar * size / each))
 
 
-def _key_heads(target: Target, *, repeated: bool) -> list[int]:
+def _key_heads(config: Any, target: Target) -> list[int]:
+    """How many of them, best first: fewer than tensor ranks where a run has fewer, else as many or a multiple."""
+    if target.of_tp_size == 1:
+        return [count for count in range(1, 9) if count > 1 or config.num_key_value_heads == 1]
     split = [target.tp_size * count for count in range(1, 9)]
-    return [*range(1, target.tp_size), *split] if repeated or target.of_tp_size == 1 else split
+    return [*range(1, target.tp_size), *split] if config.num_key_value_heads < target.of_tp_size else split
 
 
 def _serves(small: Any, kv_heads: int, groups: int, target: Target) -> bool:

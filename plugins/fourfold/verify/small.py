@@ -37,10 +37,7 @@ def make_small(config: TrainConfig, *, layouts: list[Layout], sizes: dict[str, i
     batch = recipe.batch_of(config, sizes=sizes, row_by_row=grows(small_config))
     folder, rows = scratch / "model", scratch / "rows.npz"
     layers = small_config.num_hidden_layers
-    recipes = [
-        recipe.recipe(config, layout=one, sizes=sizes, folder=str(folder), batch=batch, layers=layers)
-        for one in layouts
-    ]
+    recipes = [recipe.recipe(config, layout=one, folder=str(folder), batch=batch, layers=layers) for one in layouts]
     for layout, made in zip(layouts, recipes, strict=True):
         legality.check(made, world_size=layout.world_size, environment={})
         legality.check_model(made, model_config=small_config, attn_implementation=_attention(made, small_config))
