@@ -3,12 +3,14 @@
 import os
 import shutil
 import signal
+import sys
 import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from fourfold import legality
+from fourfold.errors import INTERRUPTED_EXIT
 from fourfold.layout import Layout
 from fourfold.pipeline.schedules import unknown
 from fourfold.schema import TrainConfig
@@ -37,6 +39,9 @@ def verify(config: TrainConfig, *, options: Options, notes: list[str]) -> int:
     scratch = Path(tempfile.mkdtemp(prefix="fourfold-verify-"))
     try:
         return _verify(config, options=options, sizes=sizes, notes=notes, scratch=scratch)
+    except KeyboardInterrupt:
+        print("\nfourfold: interrupted, nothing is verified", file=sys.stderr, flush=True)
+        return INTERRUPTED_EXIT
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 

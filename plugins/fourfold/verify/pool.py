@@ -1,12 +1,12 @@
 """Ranks on this machine: processes forked for each task from one server that has torch and DeepSpeed imported, so that a rank
 starts in a tenth of a second and inherits neither groups, nor threads, nor memory of an earlier task."""
 
-import ctypes
 import faulthandler
 import multiprocessing
 import os
 import signal
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -17,7 +17,6 @@ from typing import Any
 
 ASKED = 1.0  # seconds to tell where it is, for a rank that does not answer
 LAST_WORDS = 5.0  # seconds that the others get to tell what they saw, once a rank has failed
-DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG of prctl(2)
 
 
 class RanksFailed(RuntimeError):
@@ -42,10 +41,12 @@ class RankPool:
         self._context.set_forkserver_preload([preload])
 
     def warm_up(self) -> None:
-        """Begin to import, in the background."""
+        """Begin to import, in the background. Ctrl-C is for the caller, which then ends the server."""
         from multiprocessing import forkserver
 
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited
         forkserver.ensure_running()
+        signal.signal(signal.SIGINT, before)
 
     def run(self, world: int, function: Callable[..., Any], **kwargs: Any) -> list[Any]:
         ranks: list[tuple[Any, Connection]] = []
@@ -86,7 +87,7 @@ class RankPool:
                 (answers if good else failures)[rank] = value
         if failures or waiting:
             silent = {rank: ranks[rank][0] for rank in waiting.values()}
-            late = "" if failures else f" after {self._patience:.0f} s"
+            late = "" if failures else f" after {self._patience:g} s"
             at = _stacks(silent, folder)
             raise RanksFailed({**{rank: f"no answer{late}{at[rank]}" for rank in silent}, **failures})
         return [answers[rank] for rank in range(len(ranks))]
@@ -99,7 +100,8 @@ def _stacks(silent: dict[int, Any], folder: Path) -> dict[int, str]:
             os.kill(process.pid, signal.SIGUSR1)
     time.sleep(ASKED)
     files = {rank: folder / f"stack-{rank}" for rank in silent}
-    return {rank: f"; it is at\n{path.read_text()}" if path.is_file() else "" for rank, path in files.items()}
+    told = {rank: path.read_text().split(f'File "{__file__}"')[0] for rank, path in files.items() if path.is_file()}
+    return {rank: f"; it is at\n{told[rank].rstrip()}" if told.get(rank) else "" for rank in silent}
 
 
 def _serve(
@@ -113,8 +115,7 @@ def _serve(
 ) -> None:
     import torch.distributed as dist
 
-    if hasattr(ctypes.CDLL(None), "prctl"):  # Linux: whatever becomes of the server, no rank outlives it
-        ctypes.CDLL(None).prctl(DIE_WITH_PARENT, signal.SIGKILL)
+    threading.Thread(target=_end_with_the_caller, args=(connection,), daemon=True).start()
     stack = open(folder / f"stack-{rank}", "w")  # noqa: SIM115  # as long as the process
     faulthandler.register(signal.SIGUSR1, file=stack, all_threads=False)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
@@ -130,4 +131,10 @@ def _serve(
     except BaseException:
         answer = (False, traceback.format_exc())
     connection.send(answer)
-    connection.poll(patience)  # until the caller closes it: other ranks may still talk to this one
+    time.sleep(patience)  # until the caller closes the connection: other ranks may still talk to this one
+
+
+def _end_with_the_caller(connection: Connection) -> None:
+    """Nothing ever comes from it: it is closed when a task is over, also if the caller was killed."""
+    connection.poll(None)
+    os._exit(0)
