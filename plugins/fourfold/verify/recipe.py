@@ -22,6 +22,7 @@ from fourfold.schema import (
 
 SEQ_LEN = 128
 DOCUMENTS = 64  # of each source
+BUCKET = 20_000  # elements of ZeRO's: several for the small model, as for a large one
 CLIP = 0.25  # of the gradient norm, which is about 1 here, so that it is in effect; where a run clips at all
 RATE = 1.0  # of SGD: a step that moves weights by about a hundredth
 
@@ -104,6 +105,8 @@ def recipe(config: TrainConfig, *, layout: Layout, folder: str, batch: tuple[int
         max_grad_norm=min(config.optim.max_grad_norm, CLIP),
         momentum=0.0 if config.optim.name != "sgd" else config.optim.momentum,
     )
+    made.zero.reduce_bucket_size = min(made.zero.reduce_bucket_size, BUCKET)
+    made.zero.allgather_bucket_size = min(made.zero.allgather_bucket_size, BUCKET)
     if layout.cp_size == 1:
         made.attention = AttentionConfig(name="local" if config.attention.name == "local" else "auto")
     elif made.attention.ulysses_size != "auto":
