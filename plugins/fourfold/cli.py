@@ -1,5 +1,5 @@
 """The commands: `fourfold [train] <overrides>`, `fourfold data`, `fourfold plan`, `fourfold advise`,
-`fourfold export`. Nothing heavy is imported before a run is certain."""
+`fourfold verify`, `fourfold export`. Nothing heavy is imported before a run is certain."""
 
 import argparse
 import os
@@ -31,6 +31,9 @@ def main() -> None:
         return
     if command == "plan":
         plan_command(sys.argv[2:])
+        return
+    if command == "verify":
+        verify_command(sys.argv[2:])
         return
     if command == "advise":
         run_and_exit(lambda: advise_command(sys.argv[2:]))
@@ -96,11 +99,17 @@ def data_command(arguments: list[str]) -> None:
     _compose_and_show(overrides, show)
 
 
-def _compose_and_show(overrides: list[str], show: Callable[["TrainConfig"], None]) -> None:
-    """For commands that look at the settings of a run and exit."""
+def _compose_and_show(
+    overrides: list[str],
+    show: Callable[["TrainConfig"], int | None],
+    *,
+    complete: Callable[[DictConfig], None] = lambda composed: None,
+) -> None:
+    """For commands that look at the settings of a run and exit. `complete` fills in what may be missing."""
 
     @hydra.main(version_base="1.3", config_path=str(CONF), config_name="train")
     def compose(composed: DictConfig) -> None:
+        complete(composed)
         run_and_exit(lambda: _show(composed, show))
 
     sys.argv[1:] = overrides
@@ -108,11 +117,10 @@ def _compose_and_show(overrides: list[str], show: Callable[["TrainConfig"], None
     compose()
 
 
-def _show(composed: DictConfig, show: Callable[["TrainConfig"], None]) -> int:
+def _show(composed: DictConfig, show: Callable[["TrainConfig"], int | None]) -> int:
     from fourfold.config import to_train_config
 
-    show(to_train_config(composed))
-    return 0
+    return show(to_train_config(composed)) or 0
 
 
 def plan_command(arguments: list[str]) -> None:
@@ -131,6 +139,37 @@ def plan_command(arguments: list[str]) -> None:
         show_plan(config, gpus=options.gpus, timeline=options.timeline)
 
     _compose_and_show(overrides, show)
+
+
+def verify_command(arguments: list[str]) -> None:
+    parser = argparse.ArgumentParser(
+        prog="fourfold verify",
+        usage="fourfold verify [--max-axis N] [--max-processes N] [--timeout S] tier=... [task=... key=value ...]",
+        description="Run a recipe's layout on a few CPU processes, with a small model of the same kind and rows of its own data, and "
+        "compare loss, gradients, weights and bytes with one process of plain transformers and torch. Exit code 0: equal, 1: not.",
+        epilog="Whatever else is given goes to Hydra, as for a run; without a task it is task=quickstart.",
+    )
+    parser.add_argument("--max-axis", type=int, default=2, help="ranks of an axis at most (default: 2)")
+    parser.add_argument("--max-processes", type=int, default=8, help="of a pass (default: 8, three axes of 2)")
+    parser.add_argument("--timeout", type=float, default=300.0, help="seconds that a pass may take (default: 300)")
+    options, overrides = parser.parse_known_args(arguments)
+    if not any(one.startswith(("task=", "name=")) for one in overrides):
+        overrides = [*overrides, "task=quickstart"]
+    notes: list[str] = []
+
+    def complete(composed: DictConfig) -> None:
+        from omegaconf import OmegaConf
+
+        if composed.data.sources is None and OmegaConf.is_missing(composed.data, "path"):
+            composed.data.kind, composed.data.path = "text", "stdlib"
+            notes.append("data.path is not set: the rows are of Python's standard library")
+
+    def show(config: "TrainConfig") -> int:
+        from fourfold.verify.command import Options, verify
+
+        return verify(config, options=Options(**vars(options)), notes=notes)
+
+    _compose_and_show(overrides, show, complete=complete)
 
 
 def advise_command(arguments: list[str]) -> int:

@@ -125,6 +125,22 @@ def test_settings_data_plan_and_advise_commands(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 1
 
 
+def test_verify_command(tmp_path: Path) -> None:
+    command = "fourfold verify task=quickstart tier=zero2 tp_size=2"
+    assert command in COMMANDS
+    done = run(command, tmp_path)
+    for part in ("tp 2 x dp_shard 2: equal", "gradient norm", "bytes, tp", "EQUAL to one process: 1 layout"):
+        assert part in done.stdout, done.stdout
+    assert "pass 1 of 1" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow  # eight ranks, four times
+def test_verify_command_of_every_axis(tmp_path: Path) -> None:
+    assert "fourfold verify tier=nd" in COMMANDS
+    assert "EQUAL to one process: 4 layouts" in run("fourfold verify tier=nd", tmp_path).stdout
+
+
 def test_laptop_command(tmp_path: Path) -> None:
     command = "-m fourfold task=smollm2 tier=zero3_checkpointed debug=cpu"
     assert any(command in known for known in COMMANDS)

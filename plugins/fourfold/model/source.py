@@ -12,10 +12,12 @@ from fourfold.schema import ModelConfig
 SUPPORTED = ("llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gemma3_text", "phi3")
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_intermediate_size")
 DOWNLOADED = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.txt", "*.model", "*.jinja", "*.bin.index.json"]
+NO_WEIGHTS = [pattern for pattern in DOWNLOADED if "safetensors" not in pattern]
 
 
-def resolve_folder(model: ModelConfig) -> Path:
-    """Local folder of `model.path`: a folder, the tiny model made on the spot, or the hub's snapshot in HF_HOME.
+def resolve_folder(model: ModelConfig, *, weights: bool = True) -> Path:
+    """Local folder of `model.path`: a folder, the tiny model made on the spot, or the hub's snapshot in HF_HOME, with or
+    without its weights.
 
     Raises ValueError naming the absolute path tried if it is neither a folder nor to be had from the hub.
     """
@@ -28,7 +30,7 @@ def resolve_folder(model: ModelConfig) -> Path:
         raise ValueError(f"model.create={model.create!r} is not known: use tiny_llama, or null for an existing model.")
     if local.is_dir():
         return local
-    return _download(model, tried=local)
+    return _download(model, tried=local, patterns=DOWNLOADED if weights else NO_WEIGHTS)
 
 
 def read_config(folder: Path, *, model: ModelConfig) -> Any:
@@ -87,12 +89,12 @@ def attention_implementation(config: Any, *, model: ModelConfig) -> str:
     return model.attn_implementation
 
 
-def _download(model: ModelConfig, *, tried: Path) -> Path:
+def _download(model: ModelConfig, *, tried: Path, patterns: list[str]) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
 
     try:
-        return Path(snapshot_download(model.path, revision=model.revision, allow_patterns=DOWNLOADED))
+        return Path(snapshot_download(model.path, revision=model.revision, allow_patterns=patterns))
     except HFValidationError:
         reason = "it is not a hub id either"
     except Exception as error:

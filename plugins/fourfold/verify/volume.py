@@ -1,0 +1,154 @@
+"""Bytes that a rank has to send in an update, by the formulas that the strategies give of themselves."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from fourfold.activation.stretches import stretch_sizes
+from fourfold.context import select
+from fourfold.context.needed_only import NeededOnly, exchange, exchanged_bytes
+from fourfold.context.sharding import Sharding
+from fourfold.context.strategy import AttentionShape, unit
+from fourfold.layout import Layout
+from fourfold.pipeline.measure import bytes_to_send
+from fourfold.pipeline.schedules import stages_of, stages_per_rank
+from fourfold.pipeline.split import layers_of_stages
+from fourfold.planner.flops import windowed_layers
+from fourfold.planner.parameters import SANDWICH_NORMS, head_dim
+from fourfold.schema import Checkpointing, TrainConfig
+from fourfold.tensor.cost import Shape, sent_bytes
+
+FP32 = 4
+LEAST_CHUNK = 256  # tokens, of the loss (model/build.py)
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """What of it the bytes depend on."""
+
+    labels: Tensor  # [B, S/cp] of this rank
+    sharding: Sharding | None  # None where no row is spread
+
+
+@dataclass(frozen=True, kw_only=True)
+class Volume:
+    """Of one rank."""
+
+    config: TrainConfig
+    model_config: Any
+    layout: Layout
+    rank: int
+    micro_batches: list[MicroBatch]
+
+    def planned(self) -> dict[str, int]:
+        """Bytes of an update by axis; an axis is left out where no formula is exact for this recipe."""
+        found = {"pp": self._borders()} if self.layout.pp_size > 1 else {}
+        if self.layout.tp_size > 1:
+            found["tp"] = sum(self._tensor(one) for one in self.micro_batches)
+        if (
+            self.layout.cp_size > 1
+            and select.strategy_class(self.config, model_config=self.model_config) in select.BY_BYTES
+        ):
+            found["cp"] = sum(self._context(one) for one in self.micro_batches)
+        return found
+
+    @property
+    def _length(self) -> int:
+        """Tokens of a row, filled up."""
+        whole = unit(self.layout.cp_size, parts=select.sequence_parts(self.config))
+        return -(-self.config.seq_len // whole) * whole
+
+    def _stages(self) -> list[int]:
+        if self.layout.pp_size == 1:
+            return [0]
+        member = self.layout.coordinate(self.rank)["pp"]
+        return stages_of(member, ranks=self.layout.pp_size, settings=self.config.pipeline)
+
+    def _total(self) -> int:
+        return self.layout.pp_size * stages_per_rank(self.config.pipeline) if self.layout.pp_size > 1 else 1
+
+    def _layers(self) -> list[tuple[int, int]]:
+        """[first, last) of each stage of this rank."""
+        if self.layout.pp_size == 1:
+            return [(0, self.model_config.num_hidden_layers)]
+        everything = layers_of_stages(self.config.pipeline, model_config=self.model_config, stages=self._total())
+        return [everything[stage] for stage in self._stages()]
+
+    def _borders(self) -> int:
+        parts = self.layout.cp_size * select.sequence_parts(self.config)
+        sent = bytes_to_send(
+            self.config.pipeline,
+            rank=self.layout.coordinate(self.rank)["pp"],
+            ranks=self.layout.pp_size,
+            micro_batches=len(self.micro_batches),
+            hidden_bytes=self.config.micro_batch_size * self._length // parts * self.model_config.hidden_size * FP32,
+        )
+        return sum(sent.values())
+
+    def _tensor(self, one: MicroBatch) -> int:
+        shape = Shape(
+            rows=self.config.micro_batch_size,
+            length=self._length // self.layout.cp_size,
+            hidden=self.model_config.hidden_size,
+            itemsize=FP32,
+            tp_size=self.layout.tp_size,
+            sequence_parallel=self.config.tensor.sequence_parallel,
+            regather=self.config.tensor.regather and self.config.tensor.sequence_parallel,
+        )
+        activation = self.config.activation
+        stretches = sum(
+            len(stretch_sizes(last - first, checkpointing=activation.checkpointing, every_n=activation.every_n))
+            for first, last in self._layers()
+        )
+        layers = sum(last - first for first, last in self._layers())
+        sent = sent_bytes(shape, layers=layers, losses=sum(self._losses(one.labels)), stretches=stretches)
+        if self.model_config.model_type in SANDWICH_NORMS:  # a norm follows the sum at the end of a stretch
+            sent["behind"] = stretches * (shape.gather if shape.sequence_parallel else shape.all_reduce)
+        stages = self._stages()
+        absent = [*(["embedding"] if stages[0] else []), *(["loss"] if stages[-1] != self._total() - 1 else [])]
+        return sum(count for purpose, count in sent.items() if not purpose.startswith(tuple(absent)))
+
+    def _losses(self, labels: Tensor) -> Iterator[int]:
+        """Tokens of each chunk of the loss that has a label."""
+        vocabulary = -(-self.model_config.vocab_size // self.layout.tp_size)
+        size = self.config.loss.chunk_size or max(
+            LEAST_CHUNK, -(-labels.numel() * self.model_config.hidden_size // vocabulary)
+        )
+        for chunk in labels.flatten().split(size):
+            if (chunk >= 0).any():
+                yield chunk.numel()
+
+    def _context(self, one: MicroBatch) -> int:
+        kind = select.strategy_class(self.config, model_config=self.model_config)
+        member, tp = self.layout.coordinate(self.rank)["cp"], self.layout.tp_size
+        shape = AttentionShape(
+            rows=self.config.micro_batch_size,
+            length=self._length,
+            heads=max(1, self.model_config.num_attention_heads // tp),
+            kv_heads=max(1, self.model_config.num_key_value_heads // tp),
+            head_dim=head_dim(self.model_config),
+            itemsize=FP32,
+        )
+        options = select.options(self.config.attention)
+        windows = [window for first, last in self._layers() for window in self._windows()[first:last]]
+        again = 1 if self.config.activation.checkpointing is Checkpointing.none else 2
+        total = 0
+        for window in windows:
+            if kind is NeededOnly:
+                assert one.sharding is not None
+                plan = [exchange(row, rank=member, window=window) for row in one.sharding.rows]
+                sent = exchanged_bytes(plan, shape=shape)
+            else:
+                sent = kind.sent_bytes(shape, cp_size=self.layout.cp_size, rank=member, options=options)
+            total += sum(n if name.endswith("_backward") else again * n for name, n in sent.items())
+        return total
+
+    def _windows(self) -> list[int | None]:
+        """Of each layer."""
+        kinds = getattr(self.model_config, "layer_types", None)
+        count, window = self.model_config.num_hidden_layers, getattr(self.model_config, "sliding_window", None)
+        if kinds:
+            return [window if kind == "sliding_attention" else None for kind in kinds]
+        return [window if windowed_layers(self.model_config) else None] * count
