@@ -2,7 +2,7 @@
 
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,11 @@ from fourfold.dryrun.show import DryRun, show_dry_run
 from fourfold.dryrun.world import differing_groups, fake_world
 from fourfold.layout import Layout
 from fourfold.legality import check
-from fourfold.planner.fit import bytes_of, planned, work_of
+from fourfold.planner.fit import bytes_of, planned, rank_bytes, work_of
 from fourfold.planner.known import config_to_plan, known_shape
 from fourfold.planner.parameters import parameter_count
 from fourfold.planner.traffic import sent_in_pass, sent_in_update
-from fourfold.schema import Checkpointing, ModelConfig, Precision, TrainConfig
+from fourfold.schema import ActivationConfig, Checkpointing, ModelConfig, Precision, TrainConfig
 from tests.golden.composing import TIERS, composed
 
 SIZES: dict[str, Any] = {
@@ -137,7 +137,7 @@ def test_plan_and_dry_run_of_every_strategy(kind: Any, mode: Checkpointing) -> N
     assert differences(dry, [0, 2]) == []
 
 
-def test_llama_3_405b_on_16384_gpus(capsys: pytest.CaptureFixture[str]) -> None:
+def test_llama_3_405b_on_16384_gpus() -> None:
     """All stages at their real size: the ranks hold the model's parameters, and what is planned."""
     config = to_train_config(composed(*OVERRIDES), needs_data=False)
     model, source = config_to_plan(config.model)
@@ -177,12 +177,18 @@ def test_live_groups_are_those_of_the_layout() -> None:
 def test_report(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     model = LlamaConfig(**SIZES)
     model.save_pretrained(tmp_path)
-    config = config_of(Layout(tp_size=2, pp_size=2), {"model.path": str(tmp_path), "data.path": "none"})
-    show_dry_run(config, gpus=None, rank=None, gpu_gb=1e-3)
-    shown = capsys.readouterr().out
+    layout = Layout(tp_size=2, pp_size=2)
+    config = config_of(layout, {"model.path": str(tmp_path), "data.path": "none"})
+    memory, least = (
+        rank_bytes(replace(config, activation=ActivationConfig(mode)), layout=layout, model_config=model)
+        for mode in (Checkpointing.none, Checkpointing.full)
+    )
+    show_dry_run(config, gpus=None, rank=None, gpu_gb=1.001 * least.total / 0.9e9)
+    shown = " ".join(capsys.readouterr().out.split())
     assert f"parameters of all tp x pp ranks: {parameter_count(model):,}, those of the model" in shown
     assert "pp 1 tp 0" in shown
-    assert "are buffers; the nearest that fits" in shown or "nothing that was tried does" in shown
+    assert f"are {memory.largest}; the nearest that fits: " in shown
+    assert memory.largest == "activations"
     show_dry_run(config, gpus=None, rank=3, gpu_gb=80)
     assert "tp 1, cp 0, pp 1" in " ".join(capsys.readouterr().out.split())
     with pytest.raises(ValueError, match="--rank 4: this layout has ranks 0 to 3"):
