@@ -16,12 +16,12 @@ from tests.reference import batches
 ACCUMULATION = 2
 
 
+MANY = [(2, stage, Precision.bf16) for stage in (1, 2, 3)] + [(4, stage, Precision.fp32) for stage in (1, 2, 3)]
+
+
 @pytest.mark.parametrize(
     ("world", "stage", "precision"),
-    [
-        *((2, stage, Precision.bf16) for stage in (1, 2, 3)),
-        *((4, stage, Precision.fp32) for stage in (1, 2, 3)),
-    ],
+    [(2, 1, Precision.fp32), *(pytest.param(*one, marks=pytest.mark.slow) for one in MANY)],
 )
 def test_shares_and_bytes(ranks: RankPool, tmp_path: Path, world: int, stage: int, precision: Precision) -> None:
     """Of a vocabulary and an MLP of odd sizes, so that little divides by the ranks."""
