@@ -5,4 +5,4 @@ from fourfold.verify import pool
 
 class RankPool(pool.RankPool):
     def __init__(self) -> None:
-        super().__init__(preload="tests.pool_preload")
+        super().__init__(preload="tests.pool_preload", patience=600.0)

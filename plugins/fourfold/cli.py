@@ -1,5 +1,5 @@
-"""The commands: `fourfold [train] <overrides>`, `fourfold data`, `fourfold plan`, `fourfold advise`,
-`fourfold verify`, `fourfold export`. Nothing heavy is imported before a run is certain."""
+"""The commands: `fourfold [train] <overrides>`, and `fourfold data`, `plan`, `dry-run`, `verify`, `advise`, `export`. Nothing
+heavy is imported before a run is certain."""
 
 import argparse
 import os
@@ -29,8 +29,8 @@ def main() -> None:
     if command == "data":
         data_command(sys.argv[2:])
         return
-    if command == "plan":
-        plan_command(sys.argv[2:])
+    if command in ("plan", "dry-run"):
+        (plan_command if command == "plan" else dry_run_command)(sys.argv[2:])
         return
     if command == "verify":
         verify_command(sys.argv[2:])
@@ -104,41 +104,67 @@ def _compose_and_show(
     show: Callable[["TrainConfig"], int | None],
     *,
     complete: Callable[[DictConfig], None] = lambda composed: None,
+    needs_data: bool = True,
 ) -> None:
     """For commands that look at the settings of a run and exit. `complete` fills in what may be missing."""
 
     @hydra.main(version_base="1.3", config_path=str(CONF), config_name="train")
     def compose(composed: DictConfig) -> None:
         complete(composed)
-        run_and_exit(lambda: _show(composed, show))
+        run_and_exit(lambda: _show(composed, show, needs_data=needs_data))
 
     sys.argv[1:] = overrides
     register_schema()
     compose()
 
 
-def _show(composed: DictConfig, show: Callable[["TrainConfig"], int | None]) -> int:
+def _show(composed: DictConfig, show: Callable[["TrainConfig"], int | None], *, needs_data: bool) -> int:
     from fourfold.config import to_train_config
 
-    return show(to_train_config(composed)) or 0
+    return show(to_train_config(composed, needs_data=needs_data)) or 0
 
 
 def plan_command(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(
         prog="fourfold plan",
-        usage="fourfold plan [--gpus N] [--timeline FILE.svg] task=... tier=pipeline [key=value ...]",
-        description="Show what the pipeline of a run will do: its stages, idle time, micro-batches in flight. No GPU needed.",
+        usage="fourfold plan [--gpus N] [--gpu-memory GB] [--timeline FILE.svg] task=... tier=... [key=value ...]",
+        description="Show what a run will hold, send and compute on a GPU, and its pipeline's schedule. No GPU needed.",
     )
-    parser.add_argument("--gpus", type=int, help="processes of the run (default: as many as one data rank needs)")
-    parser.add_argument("--timeline", type=Path, metavar="FILE.svg", help="also draw it")
+    _add_gpus(parser)
+    parser.add_argument("--timeline", type=Path, metavar="FILE.svg", help="also draw the schedule")
     options, overrides = parser.parse_known_args(arguments)
 
     def show(config: "TrainConfig") -> None:
         from fourfold.planner.show import show_plan
 
-        show_plan(config, gpus=options.gpus, timeline=options.timeline)
+        show_plan(config, gpus=options.gpus, timeline=options.timeline, gpu_gb=options.gpu_memory)
 
-    _compose_and_show(overrides, show)
+    _compose_and_show(overrides, show, needs_data=False)
+
+
+def dry_run_command(arguments: list[str]) -> None:
+    parser = argparse.ArgumentParser(
+        prog="fourfold dry-run",
+        usage="fourfold dry-run [--gpus N] [--gpu-memory GB] [--rank R | --all-stages] task=... tier=... [key=value ...]",
+        description="Build what ranks of a run would hold, on the meta device in one process, and count it. No GPU needed.",
+    )
+    _add_gpus(parser)
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--rank", type=int, help="this one alone, with its groups")
+    which.add_argument("--all-stages", action="store_true", help="every pipeline rank (default)")
+    options, overrides = parser.parse_known_args(arguments)
+
+    def show(config: "TrainConfig") -> None:
+        from fourfold.dryrun.show import show_dry_run
+
+        show_dry_run(config, gpus=options.gpus, rank=options.rank, gpu_gb=options.gpu_memory)
+
+    _compose_and_show(overrides, show, needs_data=False)
+
+
+def _add_gpus(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--gpus", type=int, help="processes of the run (default: as many as one data rank needs)")
+    parser.add_argument("--gpu-memory", type=float, default=80, metavar="GB", help="of a GPU, 1e9 bytes (default: 80)")
 
 
 def verify_command(arguments: list[str]) -> None:
@@ -228,7 +254,7 @@ def export_command(arguments: list[str]) -> None:
 
         show_settings(config, to=options.to, gpus=options.gpus)
 
-    _compose_and_show(rest, show)
+    _compose_and_show(rest, show, needs_data=False)
 
 
 def _is_recipe(arguments: list[str]) -> bool:

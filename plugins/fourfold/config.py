@@ -33,13 +33,16 @@ def _ranks(size: int, small: int = 2, *, _root_: DictConfig) -> int:
     return small if _root_.cluster.shrunken else size
 
 
-def to_train_config(composed: DictConfig) -> schema.TrainConfig:
-    """Raises ValueError naming the key for a value that is missing or unknown (also if it was added by `+`)."""
+def to_train_config(composed: DictConfig, *, needs_data: bool = True) -> schema.TrainConfig:
+    """Raises ValueError naming the key for a value that is missing or unknown (also if it was added by `+`). Without
+    `needs_data` a missing data.path is none: no file is looked at."""
     unknown = sorted(_unknown_keys(composed, schema.TrainConfig, prefix=""))
     if unknown:
         raise ValueError(f"Unknown keys: {', '.join(unknown)}. `fourfold train --cfg job` shows all keys there are.")
     if composed.data.sources is not None and OmegaConf.is_missing(composed.data, "path"):
         composed.data.path = None  # the file of a group asks for a path, and a mixture has those of its sources
+    if not needs_data and OmegaConf.is_missing(composed.data, "path"):
+        composed.data.path = "not-needed"
     missing = sorted(_missing_keys(composed, prefix=""))
     if missing:
         raise ValueError(

@@ -7,11 +7,13 @@ import torch.distributed as dist
 
 
 def timeout_of(group: dist.ProcessGroup | None = None) -> timedelta:
-    """Of collectives in `group`, by default the group of all processes. The shortest, where it has several backends."""
+    """Of collectives in `group`, by default the group of all processes. The shortest, where it has several backends; that of
+    the fake backend, which waits for nobody and has no options, is torch's default."""
     group = group or dist.group.WORLD
     assert group is not None
     backends = [group._get_backend(device) for device in group._device_types]
-    return min(backend.options._timeout for backend in backends)
+    found = [backend.options._timeout for backend in backends if backend.options is not None]
+    return min(found, default=dist.constants.default_pg_timeout)
 
 
 def new_group(ranks: list[int], *, like: dist.ProcessGroup) -> dist.ProcessGroup:

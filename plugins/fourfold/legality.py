@@ -58,7 +58,7 @@ def check_data(config: TrainConfig) -> None:
 
 def check_model(config: TrainConfig, *, model_config: Any, attn_implementation: str) -> None:
     """Rules that need the model's config."""
-    from fourfold.activation import checkpointing
+    from fourfold.activation.rules import refusals as checkpointing_refusals
     from fourfold.context import select
     from fourfold.context.attention import IMPLEMENTATION
     from fourfold.tensor.plan import refused_sizes
@@ -73,7 +73,7 @@ def check_model(config: TrainConfig, *, model_config: Any, attn_implementation: 
         problems += split_refusals(config.pipeline, layers=layers, stages=stages, per_rank=each)
     if attn_implementation == IMPLEMENTATION:
         problems += select.selective_refusals(config, model_config=model_config)
-    problems += checkpointing.refusals(
+    problems += checkpointing_refusals(
         config.activation,
         num_layers=model_config.num_hidden_layers,
         attn_implementation=attn_implementation,

@@ -108,11 +108,15 @@ def test_export_command(quickstart: Path) -> None:
 
 def test_settings_data_plan_and_advise_commands(tmp_path: Path) -> None:
     settings, data = "fourfold train --cfg job task=quickstart tier=hsdp", "fourfold data --rows 3 task=quickstart"
-    (plan,) = [command for command in COMMANDS if command.startswith("fourfold plan")]
+    (plan,) = [command for command in COMMANDS if command.startswith("fourfold plan --timeline")]
+    (large,) = [command for command in COMMANDS if command.startswith("fourfold plan task=llama3_405b")]
+    (dry,) = [command for command in COMMANDS if command.startswith("fourfold dry-run --")]
     (advise,) = [command for command in COMMANDS if command.startswith("fourfold advise --")]
     (export,) = [command for command in COMMANDS if command.startswith("fourfold export --to")]
     assert {settings, data} <= set(COMMANDS)
-    shown, rows, timeline, advice, exported = run_together([settings, data, plan, advise, export], tmp_path)
+    shown, rows, timeline, advice, exported, sizes, counted = run_together(
+        [settings, data, plan, advise, export, large, dry], tmp_path
+    )
     assert "dp_replicate_size: -1" in shown
     for part in ("documents", "best_fit", "tokens of a document", "row 3", "⟦"):
         assert part in rows, part
@@ -121,6 +125,10 @@ def test_settings_data_plan_and_advise_commands(tmp_path: Path) -> None:
     for part in ("activations GB", "because", "256:", "1024:", "task=llama3_70b tier=pipeline"):
         assert part in advice, part
     assert "--tensor-model-parallel-size 2" in exported
+    for part in ("405,853,388,800", "*selective", "activations GB", "dp_shard x cp group", "of the ranks' time"):
+        assert part in sizes, part
+    for part in ("405,853,388,800", "tp 1, cp 7, pp 0", "lie inside of servers"):
+        assert part in counted, part
     assert (tmp_path / "pipeline.svg").read_text().startswith("<svg")
     assert len(list(tmp_path.iterdir())) == 1
 

@@ -6,7 +6,7 @@ import pytest
 from safetensors import safe_open
 
 from fourfold.layout import Layout
-from fourfold.pipeline.measure import bytes_to_send
+from fourfold.pipeline.cost import bytes_to_send
 from fourfold.pipeline.schedules import SCHEDULES, stages_per_rank
 from fourfold.planner.schedule import simulate, table
 from fourfold.schema import PipelineConfig, TensorConfig

@@ -11,9 +11,10 @@ from fourfold.config import to_train_config
 from fourfold.context.attention import IMPLEMENTATION
 from fourfold.layout import Layout
 from fourfold.legality import check, check_model
-from fourfold.planner.advise import SERVER, Advice, Question, advise
+from fourfold.planner.advise import SERVER, Advice, Question, advise, memory_of
 from fourfold.planner.advise_show import command, in_short, overrides, read_model, reasons, show_advice
-from fourfold.planner.fit import _held, in_flight, rank_bytes
+from fourfold.planner.fit import in_flight
+from fourfold.planner.held import held_parameters, stages_of_rank
 from fourfold.planner.parameters import parameter_count
 from fourfold.planner.schedule import simulate, table
 from fourfold.planner.shapes import of_size
@@ -40,7 +41,7 @@ def test_every_advice_is_legal(size: str) -> None:
             model = copy(found.question.model)
             model.max_position_embeddings = max(seq_len, model.max_position_embeddings)  # as the command stretches it
             check_model(config, model_config=model, attn_implementation=IMPLEMENTATION)
-            assert found.memory == rank_bytes(config, layout=layout, model_config=model)
+            assert found.memory == memory_of(config, layout=layout, model_config=model)
             assert found.fits == (found.memory.total <= 0.9 * 80e9)
             assert found.in_budget == (config.global_batch_size <= found.question.rows)
             assert SERVER % layout.tp_size == 0
@@ -99,7 +100,7 @@ def test_memory_is_filled() -> None:
     assert found.config.micro_batch_size > 1
     larger = copy(found.config)
     larger.micro_batch_size *= 2
-    assert not rank_bytes(larger, layout=found.layout, model_config=found.question.model).fits(80e9)
+    assert not memory_of(larger, layout=found.layout, model_config=found.question.model).fits(80e9)
 
 
 @pytest.mark.parametrize(
@@ -150,11 +151,15 @@ def test_passes_in_flight_are_those_of_the_schedule(schedule: str, ranks: int, m
 
 
 def test_pipeline_ranks_hold_the_model_together() -> None:
-    """All but the last norm."""
     model = read_model("405B")[0]
-    held = _held(PipelineConfig(), layout=Layout(pp_size=16), model_config=model)
-    assert sum(parameters for _, parameters in held) == parameter_count(model) - model.hidden_size
-    assert sum(layers for layers, _ in held) == 126
+    stages = [
+        stage
+        for rank in range(16)
+        for stage in stages_of_rank(PipelineConfig(), layout=Layout(pp_size=16), model_config=model, rank=rank)
+    ]
+    held = held_parameters(model, stages=stages, tp_size=1)
+    assert sum(one.counted for one in held) == parameter_count(model) == 405_853_388_800
+    assert sum(stage.layers for stage in stages) == 126
 
 
 def test_terms_of_zero() -> None:
@@ -162,7 +167,7 @@ def test_terms_of_zero() -> None:
     model = read_model("8B")[0]
     config = TrainConfig(name="n", global_batch_size=64)
     config.zero.stage = 1
-    found = rank_bytes(config, layout=Layout(dp_shard_size=64), model_config=model)
+    found = memory_of(config, layout=Layout(dp_shard_size=64), model_config=model)
     per = [term / parameter_count(model) for term in (found.weights, found.gradients, found.optimizer)]
     assert per == pytest.approx([2, 2 + 4, 12 / 64])
 

@@ -8,7 +8,7 @@ import pytest
 
 from fourfold.context.balance import BALANCES, UNEVENNESS, choose, contiguous, work, zigzag
 from fourfold.context.rectangles import Interval
-from fourfold.context.strategy import unit
+from fourfold.context.work import unit
 
 LENGTH = 32768
 ONE, PACKED = 1.05, 1.10  # slowest rank over the mean

@@ -14,8 +14,9 @@ from fourfold.context.kernels.plain import PlainKernel
 from fourfold.context.local import Local
 from fourfold.context.needed_only import NeededOnly
 from fourfold.context.ring import Ring
-from fourfold.context.strategy import AttentionShape, ContextStrategy, unit
+from fourfold.context.strategy import AttentionShape, ContextStrategy
 from fourfold.context.ulysses import Ulysses
+from fourfold.context.work import unit
 from fourfold.schema import TrainConfig
 from tests.golden.composing import NAMED, typed
 

@@ -141,13 +141,15 @@ def test_the_model_of_a_publication_takes_its_layout(name: str, more: list[str])
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_layout_fits_its_gpus(name: str) -> None:
-    """Of 80 GB all were run on; by our own count, which the headers quote."""
+    """Of 80 GB all were run on; by our own count, which the headers quote. One does not, until its hidden states are cut."""
     command, note = launch_command(read_header(TIERS[name]).fields["launch"])
     words = shlex.split(command)
     config = to_train_config(composed(*[word for word in words if re.match(r"[\w.]+=", word)]))
     layout = check(config, world_size=processes(words, note), environment={})
     found = rank_bytes(config, layout=layout, model_config=MODELS[name])
-    assert found.fits(80e9)
+    assert found.fits(80e9) == (name != "megatron_1t")
+    config.tensor.sequence_parallel = True
+    assert rank_bytes(config, layout=layout, model_config=MODELS[name]).fits(80e9)
     said = re.search(r"selective[^;]*?(\d+) GB a GPU by our count", read_header(TIERS[name]).about)
     assert said is None or int(said[1]) == round(found.total / 1e9)
     assert name.startswith("llama3_") == (said is not None)

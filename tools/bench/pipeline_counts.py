@@ -10,7 +10,8 @@ import torch
 from common import Team, llama_folder, packed_rows, table
 
 from fourfold.layout import Layout
-from fourfold.pipeline.measure import PointToPoint, bytes_to_send, reads
+from fourfold.pipeline.cost import bytes_to_send
+from fourfold.pipeline.measure import PointToPoint, reads
 from fourfold.pipeline.schedules import stages_per_rank
 from fourfold.planner import schedule as simulator
 from fourfold.schema import AttentionConfig, PipelineConfig, Precision, TensorConfig, TrainConfig, ZeroConfig

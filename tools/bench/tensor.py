@@ -44,9 +44,9 @@ class Shape:
 
     def chunk(self) -> int:
         """That of a run without a setting."""
-        from fourfold.model.build import default_chunk
+        from fourfold.model.chunk import default_chunk
 
-        return default_chunk(self.tokens, torch.empty(self.vocabulary, self.hidden, device="meta"))
+        return default_chunk(self.tokens, vocabulary=self.vocabulary, hidden=self.hidden)
 
     def inputs(self, *, device: str = "cpu", share: int = 1, tokens: int = 0) -> tuple[Tensor, Tensor, Tensor]:
         """hidden[N, D], the first of `share` slices of the weight, labels[N], the last of which is ignored."""

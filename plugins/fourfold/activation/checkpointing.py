@@ -31,6 +31,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from transformers import PreTrainedModel
 
 from fourfold.activation.attention_ops import keep_attention
+from fourfold.activation.rules import refusals
 from fourfold.activation.stretches import stretch_sizes
 from fourfold.schema import ActivationConfig, Checkpointing
 
@@ -122,26 +123,6 @@ def apply(
             begin, longest = begin + size, max(longest, size)
     if longest > 1:
         model.model.register_forward_pre_hook(refuse_hidden_states, with_kwargs=True)
-
-
-def refusals(settings: ActivationConfig, *, num_layers: int, attn_implementation: str) -> list[str]:
-    """Every reason why these settings do not fit a model of `num_layers` layers, each naming the knob. Pure."""
-    problems = []
-    mode, every_n = Checkpointing(settings.checkpointing), settings.every_n
-    if every_n is not None and mode != Checkpointing.every_n:
-        problems.append(
-            f"activation.every_n={every_n} is set but activation.checkpointing={mode.value} does not use it; "
-            "set activation.checkpointing=every_n or drop activation.every_n"
-        )
-    elif every_n is not None and not 1 <= every_n <= num_layers:
-        problems.append(f"activation.every_n={every_n} is not between 1 and the {num_layers} layers of the model")
-    if mode == Checkpointing.selective and attn_implementation in ("eager", "flex_attention"):
-        problems.append(
-            f"activation.checkpointing=selective keeps the outputs of the fused attention op, but "
-            f"model.attn_implementation={attn_implementation} has none; "
-            "use activation.checkpointing=full, or model.attn_implementation=sdpa if the model allows it"
-        )
-    return problems
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:

@@ -15,12 +15,14 @@ class Saved:
     """Tensors saved for backward, one entry a storage: views and tensors saved by several operations count once."""
 
     def __init__(self) -> None:
-        self.tensors: dict[int, Tensor] = {}  # by address of the storage; holding them keeps addresses unique
+        self.tensors: dict[
+            int, Tensor
+        ] = {}  # by the storage, of its data fake tensors have none; held, so that it is unique
 
     def drop(self, tensors: Iterable[Tensor]) -> None:
         """Forget what is not to be counted, e.g. tables that all layers share."""
         for tensor in tensors:
-            self.tensors.pop(tensor.untyped_storage().data_ptr(), None)
+            self.tensors.pop(storage_of(tensor), None)
 
     @property
     def elements(self) -> int:
@@ -31,6 +33,11 @@ class Saved:
         return sum(tensor.untyped_storage().nbytes() for tensor in self.tensors.values())
 
 
+def storage_of(tensor: Tensor) -> int:
+    """Which one it is, while it exists."""
+    return int(tensor.untyped_storage()._cdata)
+
+
 @contextmanager
 def saved_tensors(model: nn.Module) -> Iterator[Saved]:
     """Record what forward passes inside the context save for backward, the parameters of `model` excluded.
@@ -38,11 +45,11 @@ def saved_tensors(model: nn.Module) -> Iterator[Saved]:
     With checkpointing that is the inputs of the stretches and what selective keeps; the masks and rotary tables that a
     stretch refers to are shared by all layers and not seen.
     """
-    parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    parameters = {storage_of(parameter) for parameter in model.parameters()}
     saved = Saved()
 
     def pack(tensor: Tensor) -> Tensor:
-        address = tensor.untyped_storage().data_ptr()
+        address = storage_of(tensor)
         if address not in parameters:
             saved.tensors.setdefault(address, tensor)
         return tensor

@@ -8,6 +8,7 @@ members for the rank's own heads.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import ClassVar
 
 import torch.distributed as dist
@@ -22,6 +23,7 @@ from fourfold.context.ring import Ring
 from fourfold.context.sharding import Sharding
 from fourfold.context.strategy import AttentionShape, ContextStrategy, Options
 from fourfold.context.ulysses import Split, Ulysses, head_split, over_heads
+from fourfold.context.work import Work
 from fourfold.groups import new_group
 
 Outer = type[Ring] | type[AllGather]
@@ -65,6 +67,23 @@ class Hybrid(ContextStrategy):
         within = Ulysses.sent_bytes(share, cp_size=inner, rank=member, options=options) if inner > 1 else {}
         across = OUTER[options["outer"]].sent_bytes(own, cp_size=outer, rank=rank // inner, options=options)
         return {**within, **(across if outer > 1 else {})}
+
+    @classmethod
+    def work(
+        cls, shape: AttentionShape, *, cp_size: int, rank: int, options: Options, balance: str, window: int | None
+    ) -> Work:
+        inner = inner_size(cp_size=cp_size, heads=shape.heads, kv_heads=shape.kv_heads, options=options)
+        queries, keys = head_split(shape.heads, shape.kv_heads, ranks=inner)
+        (a, b), (c, d) = queries[rank % inner], keys[rank % inner]
+        found = OUTER[options["outer"]].work(
+            shape.resized(heads=b - a, kv_heads=d - c),
+            cp_size=cp_size // inner,
+            rank=rank // inner,
+            options=options,
+            balance=balance,
+            window=window,
+        )
+        return replace(found, again=shape.rows * shape.heads * shape.length // cp_size if inner > 1 else 0)
 
     def ownership(self, length: int, documents: Stretches, *, balance: str, ranks: int) -> Ownership:
         inner = self._inner_size

@@ -7,6 +7,7 @@ half; for documents that lie whole on a rank nothing. Held beside the own shard 
 received, at the exchange what is received or given once more.
 """
 
+from dataclasses import replace
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -17,7 +18,8 @@ from fourfold.context.comm import Comm
 from fourfold.context.kernels.kernel import Kernel, Partial, Spec, attend, attend_backward, wide
 from fourfold.context.rectangles import Interval, Rectangle, Stretches, rectangles
 from fourfold.context.sharding import RowShares, Sharding
-from fourfold.context.strategy import AttentionShape, OneGroup, Options
+from fourfold.context.strategy import AttentionShape, OneGroup, Options, counted
+from fourfold.context.work import Work, owners
 
 
 class Exchange(NamedTuple):
@@ -37,6 +39,18 @@ class NeededOnly(OneGroup):
         documents = ((0, shape.length),)
         row = RowShares(zigzag(shape.length, cp_size, documents), documents)
         return exchanged_bytes([exchange(row, rank=rank, window=None)] * shape.rows, shape=shape)
+
+    @classmethod
+    def work(
+        cls, shape: AttentionShape, *, cp_size: int, rank: int, options: Options, balance: str, window: int | None
+    ) -> Work:
+        row = RowShares(owners(cls.balances, length=shape.length, ranks=cp_size, balance=balance), ((0, shape.length),))
+        plan = exchange(row, rank=rank, window=window)
+        token = 2 * shape.rows * shape.kv_heads * shape.head_dim * (shape.itemsize + shape.sum_itemsize)
+        tokens = shape.length // cp_size
+        found = counted(plan.rectangles, shape=shape, tokens=tokens, window=window)
+        again = found.queries if shape.rows > 1 else 0  # put together row by row, in another order than the layer wants
+        return replace(found, again=again, buffers=token * (tokens + sum(plan.take)))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, spec: Spec, sharding: Sharding) -> Tensor:
         plan = sharding.plan(

@@ -8,6 +8,7 @@ Sent by a rank for a layer, with kv = 2 B K S D elements, e bytes each, sums of 
 Held beside the own shard: two blocks; backward three blocks of gradients too, in fp32.
 """
 
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -15,8 +16,10 @@ from torch import Tensor
 
 from fourfold.context.comm import Comm, Shift
 from fourfold.context.kernels.kernel import Kernel, Partial, Rows, Spec, attend, attend_backward, wide
+from fourfold.context.rectangles import rectangles
 from fourfold.context.sharding import Sharding, held_by
-from fourfold.context.strategy import AttentionShape, OneGroup, Options
+from fourfold.context.strategy import AttentionShape, OneGroup, Options, counted
+from fourfold.context.work import Work, owners
 
 
 class Ring(OneGroup):
@@ -30,6 +33,16 @@ class Ring(OneGroup):
             "kv_backward": (cp_size - 1) * block * shape.itemsize,
             "d_kv_backward": cp_size * block * shape.sum_itemsize,
         }
+
+    @classmethod
+    def work(
+        cls, shape: AttentionShape, *, cp_size: int, rank: int, options: Options, balance: str, window: int | None
+    ) -> Work:
+        held = owners(cls.balances, length=shape.length, ranks=cp_size, balance=balance)
+        documents = ((0, shape.length),)
+        found = [one for other in held for one in rectangles(held[rank], other, documents=documents, window=window)]
+        blocks = shape.kv_elements // cp_size * (2 * shape.itemsize + 3 * shape.sum_itemsize)
+        return replace(counted(found, shape=shape, tokens=shape.length // cp_size, window=window), buffers=blocks)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, spec: Spec, sharding: Sharding) -> Tensor:
         mine = held_by(self._comm.rank)

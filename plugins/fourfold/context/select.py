@@ -17,8 +17,9 @@ from fourfold.context.local import Local
 from fourfold.context.needed_only import NeededOnly
 from fourfold.context.ring import Ring
 from fourfold.context.split import Splitter
-from fourfold.context.strategy import AttentionShape, ContextStrategy, Options, unit
+from fourfold.context.strategy import AttentionShape, ContextStrategy, Options
 from fourfold.context.ulysses import Ulysses
+from fourfold.context.work import unit
 from fourfold.planner.parameters import head_dim
 from fourfold.schema import AttentionConfig, Checkpointing, Precision, TrainConfig
 
@@ -164,8 +165,13 @@ def selective_refusals(config: TrainConfig, *, model_config: Any) -> Iterator[st
 
 def build(config: TrainConfig, *, model_config: Any, group: dist.ProcessGroup, device: torch.device) -> ContextStrategy:
     """Collective over the cp group."""
-    kind = strategy_class(config, model_config=model_config)
     kernel = choose_kernel(config, model_config=model_config, device=device)
+    return with_kernel(config, model_config=model_config, group=group, kernel=kernel)
+
+
+def with_kernel(config: TrainConfig, *, model_config: Any, group: dist.ProcessGroup, kernel: Kernel) -> ContextStrategy:
+    """Collective over the cp group."""
+    kind = strategy_class(config, model_config=model_config)
     return kind(group, kernel=kernel, **_heads(config, model_config), options=options(config.attention))
 
 

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from fourfold.context.attention import Context
 from fourfold.context.sharding import RowShares, Sharding, documents_of, positions
-from fourfold.context.strategy import ContextStrategy, unit
+from fourfold.context.strategy import ContextStrategy
+from fourfold.context.work import unit
 
 PADDED = {"input_ids": 0, "labels": -100, "position_ids": 0, "document_ids": -1}
 

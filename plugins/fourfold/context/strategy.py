@@ -4,10 +4,8 @@ Legend, once for all: B rows, S tokens of a row, H query heads, K key/value head
 A rank holds q[B, H, S/P, D], k and v[B, K, S/P, D] of its own positions (balance.py) and gets out[B, H, S/P, D].
 """
 
-import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator
 from typing import ClassVar
 
 import torch.distributed as dist
@@ -16,31 +14,13 @@ from torch import Tensor
 from fourfold.context.balance import BALANCES, Ownership, choose
 from fourfold.context.comm import Comm
 from fourfold.context.kernels.kernel import Kernel, Spec
-from fourfold.context.rectangles import Stretches
+from fourfold.context.rectangles import Rectangle, Stretches
 from fourfold.context.sharding import Sharding
+from fourfold.context.work import AttentionShape, Work, gathered
+
+__all__ = ["AttentionShape", "ContextStrategy", "OneGroup", "Options", "counted"]
 
 Options = dict[str, str]
-
-
-@dataclass(frozen=True, kw_only=True)
-class AttentionShape:
-    """Of one layer and one micro-batch over all cp ranks."""
-
-    rows: int  # B
-    length: int  # S
-    heads: int  # H
-    kv_heads: int  # K
-    head_dim: int  # D
-    itemsize: int  # bytes of an activation
-    sum_itemsize: int = 4  # bytes of a gradient that is summed over ranks: fp32
-
-    def resized(self, **changes: int) -> "AttentionShape":
-        return replace(self, **changes)
-
-    @property
-    def kv_elements(self) -> int:
-        """Of k and v of all tokens."""
-        return 2 * self.rows * self.kv_heads * self.length * self.head_dim
 
 
 class ContextStrategy(ABC):
@@ -65,6 +45,14 @@ class ContextStrategy(ABC):
     def sent_bytes(cls, shape: AttentionShape, *, cp_size: int, rank: int, options: Options) -> dict[str, int]:
         """Bytes that `rank` sends for one layer, by purpose; `..._backward` for those of the backward pass."""
 
+    @classmethod
+    def work(
+        cls, shape: AttentionShape, *, cp_size: int, rank: int, options: Options, balance: str, window: int | None
+    ) -> Work:
+        """What `rank` holds and computes for one layer, of rows of one document; here of a rank that has its own queries and
+        gathers all keys and values, in the backward pass with the sums of their gradients."""
+        return gathered(shape, cp_size=cp_size, rank=rank, among=cls.balances, balance=balance, window=window)
+
     def ownership(self, length: int, documents: Stretches, *, balance: str, ranks: int) -> Ownership:
         """Who holds which positions; `balance` may be auto."""
         name = choose(length, ranks, documents, among=self.balances) if balance == "auto" else balance
@@ -79,6 +67,11 @@ class ContextStrategy(ABC):
         return {}
 
 
+def counted(found: Iterable[Rectangle], *, shape: AttentionShape, tokens: int, window: int | None) -> Work:
+    """The rectangles of one row, as Work of all rows and heads."""
+    return Work.of(found, rows=shape.rows, heads=shape.heads, kv_heads=shape.kv_heads, tokens=tokens, window=window)
+
+
 class OneGroup(ContextStrategy):
     """A strategy whose ranks all talk to each other."""
 
@@ -89,8 +82,3 @@ class OneGroup(ContextStrategy):
 
     def sent(self) -> dict[str, int]:
         return dict(self._comm.sent)
-
-
-def unit(cp_size: int, *, parts: int = 1) -> int:
-    """Rows are padded to a multiple of it: two chunks for each rank, and a rank's tokens divide into `parts`."""
-    return math.lcm(2 * cp_size if cp_size > 1 else 1, cp_size * parts)

@@ -11,6 +11,7 @@ and the same in the backward pass, the other way round: (P-1) (n_r + 2 m_r) x an
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -22,6 +23,7 @@ from fourfold.context.kernels.kernel import Spec, wide
 from fourfold.context.local import local_attention
 from fourfold.context.sharding import Sharding, everything
 from fourfold.context.strategy import AttentionShape, OneGroup, Options
+from fourfold.context.work import Work, alone
 
 Heads = tuple[int, int]  # [first, last)
 
@@ -51,6 +53,16 @@ class Ulysses(OneGroup):
             "heads_backward": (cp_size - 1) * sum(own) * head,
             "tokens_backward": sum(n for n, _ in others) * head,
         }
+
+    @classmethod
+    def work(
+        cls, shape: AttentionShape, *, cp_size: int, rank: int, options: Options, balance: str, window: int | None
+    ) -> Work:
+        queries, keys = head_split(shape.heads, shape.kv_heads, ranks=cp_size)
+        (a, b), (c, d) = queries[rank], keys[rank]
+        found = alone(rows=shape.rows, length=shape.length, heads=b - a, kv_heads=d - c, window=window)
+        sent = shape.head_dim * shape.itemsize * (found.queries + 2 * found.keys)
+        return replace(found, again=shape.rows * shape.heads * shape.length // cp_size, buffers=2 * sent)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, spec: Spec, sharding: Sharding) -> Tensor:
         rows = sharding.plan(

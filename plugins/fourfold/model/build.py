@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from fourfold.context.attention import KEYWORD, Context
+from fourfold.model.chunk import default_chunk
 from fourfold.model.cross_entropy import linear_cross_entropy
 
 
@@ -31,7 +32,8 @@ class LossHead(nn.Module):
 
     def loss(self, hidden: Tensor, labels: Tensor, **share: Any) -> Tensor:
         """`share` is what this rank has of the vocabulary (linear_cross_entropy)."""
-        size = self.chunk_size or default_chunk(labels.numel(), self.weight)
+        vocabulary, width = getattr(self.weight, "ds_shape", self.weight.shape)
+        size = self.chunk_size or default_chunk(labels.numel(), vocabulary=vocabulary, hidden=width)
         return linear_cross_entropy(
             hidden.flatten(0, 1),
             self.weight,
@@ -41,14 +43,6 @@ class LossHead(nn.Module):
             twice=self.twice,
             **share,
         ).float()
-
-
-def default_chunk(tokens: int, weight: Tensor) -> int:
-    """Tokens a chunk: as many as give logits of the hidden states' size (torch's own rule), but at least 256. Below
-    that, products with the whole vocabulary's weights cost more than their arithmetic: three times at 8 tokens. More than
-    256 gain nothing: 1,024 take 0.99 to 1.04 (fp32) and 1.08 (bf16) times the CPU seconds at a vocabulary of 128,256."""
-    vocabulary, hidden = getattr(weight, "ds_shape", weight.shape)
-    return max(256, -(-tokens * hidden // vocabulary))
 
 
 class CausalLMLoss(nn.Module):

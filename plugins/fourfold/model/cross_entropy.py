@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 
 IGNORED = -100
@@ -73,7 +74,9 @@ class _Head:
             self.sent["loss"] += x.nbytes
 
     def chunks(self, labels: Tensor) -> list[slice]:
-        """Those with a label that counts. Every rank has the same labels: the same chunks."""
+        """Those with a label that counts. Every rank has the same labels: the same chunks. All, of labels without values."""
+        if isinstance(labels, FakeTensor):
+            return [slice(at, at + self.chunk_size) for at in range(0, len(labels), self.chunk_size)]
         counted = (labels != IGNORED).nonzero().flatten() // self.chunk_size
         numbers = counted.unique().tolist()  # one wait for the device
         return [slice(number * self.chunk_size, (number + 1) * self.chunk_size) for number in numbers]

@@ -19,6 +19,7 @@ from fourfold import legality
 from fourfold.layout import Layout, largest_divisor
 from fourfold.planner.fit import RankBytes, rank_bytes
 from fourfold.planner.parameters import parameter_count
+from fourfold.planner.passes import gathered_work
 from fourfold.schema import Checkpointing, TrainConfig
 from fourfold.tensor.cuts import legal_sizes
 
@@ -172,13 +173,18 @@ def _until_one_fits(question: Question, *, in_budget: bool) -> Iterator[Advice]:
         )
         if not layout or not config:
             continue
-        memory = rank_bytes(config, layout=layout, model_config=question.model)
+        memory = memory_of(config, layout=layout, model_config=question.model)
         fits = memory.fits(question.gpu_gb * 1e9)
         if fits:
             config, memory = _filled(question, config=config, layout=layout, memory=memory)
         yield Advice(question=question, config=config, layout=layout, memory=memory, fits=fits, in_budget=in_budget)
         if fits:
             return
+
+
+def memory_of(config: TrainConfig, *, layout: Layout, model_config: Any) -> RankBytes:
+    work = gathered_work(config, layout=layout, model_config=model_config)
+    return rank_bytes(config, layout=layout, model_config=model_config, work=work)
 
 
 def _config(
@@ -211,7 +217,7 @@ def _filled(
     """Always fill the memory: micro-batches twice as large while they fit; not in a pipeline, which is idle for want of them."""
     while layout.pp_size == 1 and config.global_batch_size % (2 * config.micro_batch_size * layout.data_size) == 0:
         config.micro_batch_size *= 2
-        larger = rank_bytes(config, layout=layout, model_config=question.model)
+        larger = memory_of(config, layout=layout, model_config=question.model)
         if not larger.fits(question.gpu_gb * 1e9):
             config.micro_batch_size //= 2
             break

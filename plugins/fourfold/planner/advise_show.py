@@ -9,7 +9,7 @@ from typing import Any
 from fourfold.log import print_table
 from fourfold.planner import advise as guide
 from fourfold.planner.advise import Advice, Question, advise
-from fourfold.planner.fit import RESERVE
+from fourfold.planner.fit import RESERVE, TERMS
 from fourfold.planner.shapes import of_size
 from fourfold.schema import Checkpointing, ModelConfig
 
@@ -57,7 +57,6 @@ def read_model(model: str) -> tuple[Any, str]:
 def rows(advice: Advice) -> list[tuple[str, str]]:
     config, memory, limit = advice.config, advice.memory, advice.question.gpu_gb
     tokens = config.global_batch_size * config.seq_len
-    terms = ("weights", "gradients", "optimizer", "activations")
     verdict = "fits" if advice.fits else "does not fit"
     return [
         ("layout", advice.layout.describe()),
@@ -68,7 +67,7 @@ def rows(advice: Advice) -> list[tuple[str, str]]:
             f"{config.global_batch_size} rows, {tokens / 1e6:.3g}M tokens; {config.micro_batch_size} a micro-batch",
         ),
         *([("idle", f"{_idle(advice):.1%} of the time, in the pipeline")] if advice.layout.pp_size > 1 else []),
-        *((f"{term} GB", f"{getattr(memory, term) / 1e9:.1f}") for term in terms),
+        *((f"{term} GB", f"{getattr(memory, term) / 1e9:.1f}") for term in TERMS),
         (
             "total GB",
             f"{memory.total / 1e9:.1f} a GPU: {verdict} into {limit:g} less {RESERVE:.0%} for what is not counted",
