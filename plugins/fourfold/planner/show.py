@@ -20,11 +20,12 @@ def show_plan(config: TrainConfig, *, gpus: int | None, timeline: Path | None) -
     if timeline is not None and (timeline.suffix != ".svg" or not timeline.absolute().parent.is_dir()):
         raise ValueError(f"--timeline {timeline}: give a file NAME.svg in a folder that there is.")
     sizes = (config.tp_size, config.cp_size, config.pp_size, config.dp_shard_size, config.dp_replicate_size)
-    layout = legality.check(config, world_size=gpus or product(size for size in sizes if size > 0), environment={})
+    world_size = gpus or product(size for size in sizes if size > 0)
+    layout = legality.check(config, world_size=world_size)
     if layout.pp_size == 1:
         raise ValueError("pp_size=1: there is no pipeline to plan. Give pp_size=2 or more, or tier=pipeline.")
     model_config = read_config(resolve_folder(config.model), model=config.model)
-    legality.check_model(config, model_config=model_config, attn_implementation="fourfold")
+    legality.check(config, world_size=world_size, model_config=model_config, attn_implementation="fourfold")
     stages = layout.pp_size * stages_per_rank(config.pipeline)
     layers = [
         last - first for first, last in layers_of_stages(config.pipeline, model_config=model_config, stages=stages)
