@@ -61,8 +61,8 @@ def refusals(settings: PipelineConfig, *, layers: int, stages: int, per_rank: in
     if split is None:
         return
     if len(split) != stages:
-        yield f"pipeline.split={split} has {len(split)} numbers for {stages} stages: give one for each."
+        yield f"pipeline.split={split} has {len(split)} numbers for {stages} stages: give one for each, or use pipeline.split=null."
     elif min(split) < 1:
-        yield f"pipeline.split={split} has a stage of {min(split)} layers: every stage needs one at least."
+        yield f"pipeline.split={split} has a stage of {min(split)} layers: every stage needs one at least; or use pipeline.split=null."
     elif sum(split) != layers:
-        yield f"pipeline.split={split} has {sum(split)} layers, and the model {layers} (num_hidden_layers): place them all."
+        yield f"pipeline.split={split} has {sum(split)} layers, and the model {layers} (num_hidden_layers): place them all, or use pipeline.split=null."
