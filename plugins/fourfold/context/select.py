@@ -121,8 +121,8 @@ def refusals(config: TrainConfig, *, model_config: Any) -> Iterator[str]:
     yield from _other_attention(config, model_config=model_config)
     if config.seq_len < unit(cp_size):
         yield (
-            f"seq_len={config.seq_len} is too short for cp_size={cp_size}, which cuts a row into {unit(cp_size)} chunks: use "
-            f"seq_len={unit(cp_size)} or more, or a smaller cp_size."
+            f"seq_len={config.seq_len} is too short for cp_size={cp_size}, which cuts a row into {unit(cp_size)} chunks, some of "
+            f"nothing but padding: use seq_len={unit(cp_size)} or more, or a smaller cp_size."
         )
     if settings._target_ is None:
         yield from _unchosen(config, model_config=model_config)
