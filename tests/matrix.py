@@ -167,13 +167,16 @@ def _widened(run: Run, *, left: set[Run]) -> Run:
 
 
 def triples() -> Iterator[Run]:
-    """With packed rows and tied embeddings, those that are not refused and fit eight ranks."""
-    kinds = [[*SHARDED, "hsdp"], ["tp"], list(SPREAD), ["1f1b", "interleaved_1f1b", "zbv"]]
-    for three in combinations(kinds, 3):
-        for names in product(*three):
-            run = frozenset({*names, "packed", "tied"})
-            if not refusals(run) and world_size_of(run) <= 8:
-                yield run
+    """With packed rows and tied embeddings, those that are not refused and fit eight ranks; beside `hsdp` and a stage, replicas of
+    a shard group of two."""
+    schedules = ["1f1b", "interleaved_1f1b", "zbv"]
+    kinds = [[*SHARDED, "hsdp"], ["tp"], list(SPREAD), schedules]
+    threes = [three for some in combinations(kinds, 3) for three in product(*some)]
+    threes += product(SHARDED, ["hsdp"], ["tp", *SPREAD, *schedules])
+    for three in threes:
+        run = frozenset({*three, "packed", "tied"})
+        if not refusals(run) and world_size_of(run) <= 8:
+            yield run
 
 
 def proven(one: str, other: str) -> bool:

@@ -32,7 +32,7 @@ from tests.pool import RankPool
 from tests.reference import Reference
 
 STEPS = [packed(step, rows=ROWS) for step in range(2)]
-TOGETHER = 12  # runs in the same processes: a start costs as much as a run
+TOGETHER = 8  # runs in the same processes: a start costs as much as a run
 Histories = Callable[[Run, tuple[Run, ...]], list[dict[str, Any]]]
 
 
