@@ -18,12 +18,13 @@ from fourfold.zero.settings import deepspeed_json
 def show_settings(config: TrainConfig, *, to: str, gpus: int | None) -> None:
     """The settings on stdout, what they leave out on stderr. ValueError for what a run would refuse."""
     sizes = (config.tp_size, config.cp_size, config.pp_size, config.dp_shard_size, config.dp_replicate_size)
-    layout = legality.check(config, world_size=gpus or product(size for size in sizes if size > 0), environment={})
+    world_size = gpus or product(size for size in sizes if size > 0)
+    layout = legality.check(config, world_size=world_size)
     model, attention = _model_config(config), config.attention.name
     if model is not None:
         from fourfold.context.select import strategy_class
 
-        legality.check_model(config, model_config=model, attn_implementation="fourfold")
+        legality.check(config, world_size=world_size, model_config=model, attn_implementation="fourfold")
         attention = strategy_class(config, model_config=model).name
     found = LAUNCHERS[to](Recipe(config=config, layout=layout, model=model, attention=attention))
     print(found.text, flush=True)
