@@ -65,6 +65,7 @@ WAYS = {
     "tp, whole tokens": Way(2, Layout(pp_size=2, tp_size=2), family="phi3", tensor=PLAIN),
     "cp": Way(2, Layout(pp_size=2, cp_size=2), family="gemma2", attention="ring"),
     "cp and tp": Way(1, EIGHT, by("interleaved_1f1b"), "llama_tied", attention="hybrid"),
+    "cp and dp, tied": Way(2, replace(SHARDS, cp_size=2), family="llama_tied", attention="ring", accumulation=2),
     "tp and dp, stage 3": Way(3, replace(SHARDS, tp_size=2), family="qwen3", accumulation=2),
     "cp and replicas, V": Way(2, replace(REPLICAS, cp_size=2), by("zbv"), attention="ring", accumulation=2),
     "checkpointing, stage 3": Way(
