@@ -4,6 +4,7 @@ import itertools
 import re
 from dataclasses import replace
 from math import log2
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,9 +12,10 @@ import pytest
 from fourfold.config import to_train_config
 from fourfold.layout import AXES, Layout, product
 from fourfold.legality import check, placed, refusals
+from fourfold.model.source import config_at_hand
 from fourfold.nearest import FEW, MOST, nearest
-from fourfold.schema import TrainConfig
-from tests.families import family_config
+from fourfold.schema import ModelConfig, TrainConfig
+from tests.families import family_config, save_family
 from tests.golden.composing import NAMED, composed
 
 BASE = (*NAMED, "max_steps=3", "seq_len=32")
@@ -130,3 +132,15 @@ def test_the_search_is_bounded() -> None:
     assert looked == MOST
     message = refused("tp_size=8", "pp_size=4", "global_batch_size=16384", world=16_384)
     assert recommended(message)[0] == ["tp_size=4", "pp_size=4", "dp_shard_size=1024"]
+
+
+def test_a_model_that_is_at_hand_is_judged_at_once(tmp_path: Path) -> None:
+    """One that is not there, or is none, is left to those that read it."""
+    save_family("llama", tmp_path / "model")
+    (tmp_path / "none").mkdir()
+    (tmp_path / "none" / "config.json").write_text("{")
+    found = config_at_hand(ModelConfig(path=str(tmp_path / "model")))
+    assert found is not None
+    assert "does not divide the 4 query heads" in refused("tp_size=3", "precision=fp16", world=3, model_config=found)
+    for name in ("none", "nowhere"):
+        assert config_at_hand(ModelConfig(path=str(tmp_path / name))) is None
