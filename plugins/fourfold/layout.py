@@ -75,7 +75,7 @@ class Layout:
 def resolve(world_size: int, **sizes: int) -> Layout:
     """Layout of the requested `<axis>_size`s; one data size may be -1: the rest of the world.
 
-    Raises ValueError naming the world, the degrees, their product and the nearest layout that fits.
+    Raises ValueError naming the world, the degrees and their product.
     """
     known = {field.name for field in fields(Layout)}
     assert set(sizes) <= known, f"not sizes of a layout: {set(sizes) - known}"
@@ -89,16 +89,6 @@ def resolve(world_size: int, **sizes: int) -> Layout:
     if layout.world_size != world_size:
         raise ValueError(_mismatch(world_size, sizes=requested, fixed=fixed, is_open=bool(open_axes)))
     return layout
-
-
-def nearest(world_size: int, *, layout: Layout) -> Layout:
-    """The layout for `world_size` processes that differs least: model axes are kept while they divide the world."""
-    kept: dict[str, int] = {}
-    rest = world_size
-    for axis in ("tp", "cp", "pp", "dp_replicate"):
-        kept[f"{axis}_size"] = largest_divisor(rest, at_most=layout.size(axis))
-        rest //= kept[f"{axis}_size"]
-    return Layout(**kept, dp_shard_size=rest)
 
 
 def largest_divisor(number: int, *, at_most: int) -> int:
@@ -124,11 +114,9 @@ def _refuse_impossible_degrees(requested: dict[str, int]) -> None:
 
 def _mismatch(world_size: int, *, sizes: dict[str, int], fixed: int, is_open: bool) -> str:
     degrees = " x ".join(f"{name}={size}" for name, size in sizes.items() if size != 1) or "all sizes 1"
-    fit = nearest(world_size, layout=Layout(**{name: max(size, 1) for name, size in sizes.items()}))
-    suggestion = " ".join(f"{axis}_size={fit.size(axis)}" for axis in AXES if fit.size(axis) != sizes[f"{axis}_size"])
     problem = f"{degrees} needs a multiple of {fixed} processes" if is_open else f"{degrees} makes {fixed} processes"
     return (
         f"{problem}, but {world_size} {'was' if world_size == 1 else 'were'} started. "
         f"Start {fixed if not is_open else max(fixed, world_size // fixed * fixed)} (accelerate launch "
-        f"--num_processes), or use the nearest layout for {world_size}: {suggestion}."
+        f"--num_processes), or use other sizes."
     )

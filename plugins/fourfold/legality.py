@@ -1,84 +1,76 @@
-"""Every rule that refuses a run before a process group or a model exists. Pure: no torch, nothing is read or written.
+"""Every rule that refuses a run before a process group or a model exists. Pure: nothing is read or written.
 
-A rule yields a sentence that names both numbers and the knob; all of them are told at once.
+A rule lives with what it is about, and yields a sentence that names both numbers and the knob; here they are collected. Those
+that need no model import no torch.
 """
 
 from collections.abc import Iterator, Mapping
-from math import inf
-from operator import attrgetter
+from types import MappingProxyType
 from typing import Any
 
-from fourfold.layout import Layout, largest_divisor, resolve
-from fourfold.pipeline.schedules import SCHEDULES, stages_per_rank, unknown
-from fourfold.pipeline.schedules import refusals as schedule_refusals
+from fourfold import ranges
+from fourfold.data import rules as data_rules
+from fourfold.layout import AXES, Layout, largest_divisor, product, resolve
+from fourfold.nearest import nearest
+from fourfold.pipeline import rules as pipeline_rules
+from fourfold.pipeline.schedules import stages_per_rank, unknown
 from fourfold.pipeline.split import refusals as split_refusals
-from fourfold.schema import Checkpointing, DataConfig, MixtureSource, Precision, TrainConfig
+from fourfold.schema import Precision, TrainConfig
 from fourfold.zero.settings import refusals as zero_refusals
 
+SIZES = tuple(f"{axis}_size" for axis in AXES)
 EXPORT_DTYPES = ("bfloat16", "float16", "float32")
+NOTHING: Mapping[str, str] = MappingProxyType({})
 
 
-def check(config: TrainConfig, *, world_size: int, environment: Mapping[str, str]) -> Layout:
-    """The layout of the run. Raises one ValueError with every reason why there is none."""
-    problems: list[str] = []
-    layout = None
-    try:
-        layout = resolve(
-            world_size,
-            tp_size=config.tp_size,
-            cp_size=config.cp_size,
-            pp_size=config.pp_size,
-            dp_shard_size=config.dp_shard_size,
-            dp_replicate_size=config.dp_replicate_size,
-        )
-    except ValueError as error:
-        problems.append(str(error))
-    problems += precision(config)
-    problems += ranges(config)
-    problems += length(config)
-    problems += data(config)
-    problems += exported(config)
-    problems += optimiser(config)
-    problems += launcher(config, environment=environment)
-    if layout is not None:
-        problems += zero_refusals(config, layout=layout)
-        wrong = [*batch(config, layout=layout), *unknown(config.pipeline)]
-        problems += wrong
-        if layout.pp_size > 1 and not wrong:
-            problems += pipeline(config, layout=layout)
-    _raise(problems)
-    assert layout is not None
-    return layout
+def check(
+    config: TrainConfig,
+    *,
+    world_size: int,
+    environment: Mapping[str, str] = NOTHING,
+    model_config: Any = None,
+    attn_implementation: str | None = None,
+) -> Layout:
+    """The layout of the run. Raises one ValueError with every reason why there is none, and the nearest that are legal.
+
+    `model_config` and `attn_implementation` are None while they are not known: their rules are left out.
+    """
+    problems = refusals(
+        config,
+        world_size=world_size,
+        environment=environment,
+        model_config=model_config,
+        attn_implementation=attn_implementation,
+    )
+    if problems:
+        _raise(problems, more=_nearest(config, world_size=world_size, model_config=model_config))
+    return _resolved(config, world_size=world_size)
+
+
+def refusals(
+    config: TrainConfig,
+    *,
+    world_size: int,
+    environment: Mapping[str, str] = NOTHING,
+    model_config: Any = None,
+    attn_implementation: str | None = None,
+) -> list[str]:
+    """Every reason of `check`, none if the run is legal."""
+    problems = _misplaced(config, world_size=world_size, model_config=model_config)
+    problems += settings(config)
+    if model_config is not None:
+        problems += settings_of_model(config, model_config=model_config, attn_implementation=attn_implementation)
+    return problems + list(launcher(config, environment=environment))
+
+
+def least_world(config: TrainConfig) -> int:
+    """Processes of the run if data sizes that are left open are 1."""
+    return product(size for size in (getattr(config, name) for name in SIZES) if size > 0)
 
 
 def check_data(config: TrainConfig) -> None:
     """Rules of the data alone."""
-    _raise(list(data(config)))
-
-
-def check_model(config: TrainConfig, *, model_config: Any, attn_implementation: str) -> None:
-    """Rules that need the model's config."""
-    from fourfold.activation.rules import refusals as checkpointing_refusals
-    from fourfold.context import select
-    from fourfold.context.attention import IMPLEMENTATION
-    from fourfold.tensor.plan import refused_sizes
-
-    problems = list(context(config, longest=model_config.max_position_embeddings))
-    problems += select.refusals(config, model_config=model_config)
-    if config.tp_size > 1:
-        problems += refused_sizes(model_config, size=config.tp_size)
-    if config.pp_size > 1:
-        each = stages_per_rank(config.pipeline)
-        layers, stages = model_config.num_hidden_layers, config.pp_size * each
-        problems += split_refusals(config.pipeline, layers=layers, stages=stages, per_rank=each)
-    if attn_implementation == IMPLEMENTATION:
-        problems += select.selective_refusals(config, model_config=model_config)
-    problems += checkpointing_refusals(
-        config.activation,
-        num_layers=model_config.num_hidden_layers,
-        attn_implementation=attn_implementation,
-    )
-    _raise(problems)
+    _raise(list(data_rules.refusals(config.data)))
 
 
 def check_layers(config: TrainConfig, *, model: Any) -> None:
@@ -88,28 +80,80 @@ def check_layers(config: TrainConfig, *, model: Any) -> None:
     _raise(list(refusals(model, more=config.tensor.plan, size=config.tp_size)))
 
 
-def pipeline(config: TrainConfig, *, layout: Layout) -> Iterator[str]:
-    rows = config.micro_batch_size * layout.data_size
-    yield from schedule_refusals(
-        config.pipeline,
-        ranks=layout.pp_size,
-        micro_batches=config.global_batch_size // rows,
-        zero_stage=config.zero.stage,
-        rows=rows,
-    )
-    if not SCHEDULES[config.pipeline.schedule].splits_backward:
-        return
-    name = f"pipeline.schedule={config.pipeline.schedule} computes weight gradients on their own"
-    if layout.tp_size > 1 and config.tensor.regather:
-        yield (
-            f"{name}, and tensor.regather=true would gather for both halves of the backward pass: use tensor.regather=false, "
-            f"or pipeline.schedule=interleaved_1f1b."
-        )
-    mode = config.activation.checkpointing
-    if mode is not Checkpointing.none:
-        yield (
-            f"{name}, and activation.checkpointing={mode.value} would compute a layer again for each of its weights: use "
-            f"activation.checkpointing=none, or pipeline.schedule=interleaved_1f1b."
+def _resolved(config: TrainConfig, *, world_size: int) -> Layout:
+    return resolve(world_size, **{name: getattr(config, name) for name in SIZES})
+
+
+def _misplaced(config: TrainConfig, *, world_size: int, model_config: Any) -> list[str]:
+    try:
+        layout = _resolved(config, world_size=world_size)
+    except ValueError as error:
+        has_sizes = min(config.tp_size, config.cp_size, config.pp_size) > 0
+        more = layout_of_model(config, model_config=model_config) if model_config is not None and has_sizes else ()
+        return [str(error), *more]
+    return list(placed(config, layout=layout, model_config=model_config))
+
+
+def _nearest(config: TrainConfig, *, world_size: int, model_config: Any) -> str:
+    """Empty if the layout is not to blame."""
+    if not _misplaced(config, world_size=world_size, model_config=model_config):
+        return ""
+
+    def reason(changed: TrainConfig, layout: Layout) -> str | None:
+        return next(placed(changed, layout=layout, model_config=model_config), None)
+
+    return nearest(config, world_size=world_size, reason=reason)
+
+
+def placed(config: TrainConfig, *, layout: Layout, model_config: Any) -> Iterator[str]:
+    """Rules in which the layout has a say."""
+    wrong = [*batch(config, layout=layout), *unknown(config.pipeline)]
+    yield from wrong
+    yield from zero_refusals(config, layout=layout)
+    if layout.pp_size > 1 and not wrong:
+        yield from pipeline_rules.refusals(config, layout=layout)
+    if model_config is not None:
+        yield from layout_of_model(config, model_config=model_config)
+
+
+def layout_of_model(config: TrainConfig, *, model_config: Any) -> Iterator[str]:
+    """Those that need the model's config."""
+    from fourfold.context import select
+    from fourfold.tensor.plan import refused_sizes
+
+    if config.tp_size > 1:
+        yield from refused_sizes(model_config, size=config.tp_size)
+    if config.pp_size > 1 and not list(unknown(config.pipeline)):
+        each = stages_per_rank(config.pipeline)
+        layers, stages = model_config.num_hidden_layers, config.pp_size * each
+        yield from split_refusals(config.pipeline, layers=layers, stages=stages, per_rank=each)
+    yield from select.refusals(config, model_config=model_config)
+
+
+def settings(config: TrainConfig) -> Iterator[str]:
+    """Rules that hold on any layout."""
+    yield from precision(config)
+    yield from ranges.refusals(config)
+    yield from length(config)
+    yield from data_rules.refusals(config.data)
+    yield from exported(config)
+    yield from optimiser(config)
+
+
+def settings_of_model(config: TrainConfig, *, model_config: Any, attn_implementation: str | None) -> Iterator[str]:
+    """Those that need the model's config."""
+    from fourfold.activation.rules import refusals as checkpointing_refusals
+    from fourfold.context import select
+    from fourfold.context.attention import IMPLEMENTATION
+
+    yield from context(config, longest=model_config.max_position_embeddings)
+    if attn_implementation == IMPLEMENTATION:
+        yield from select.selective_refusals(config, model_config=model_config)
+    if attn_implementation is not None:
+        yield from checkpointing_refusals(
+            config.activation,
+            num_layers=model_config.num_hidden_layers,
+            attn_implementation=attn_implementation,
         )
 
 
@@ -142,102 +186,11 @@ def batch(config: TrainConfig, *, layout: Layout) -> Iterator[str]:
         )
 
 
-def ranges(config: TrainConfig) -> Iterator[str]:
-    """Numbers that mean nothing below a bound, and floats that are no numbers."""
-    least = {
-        "seed": 0,
-        "log_every": 1,
-        "save_every": 0,
-        "eval_every": 0,
-        "keep_last": 1,
-        "keep_every": 1,
-        "max_steps": 1,
-        "loss.chunk_size": 1,
-        "zero.reduce_bucket_size": 1,
-        "zero.allgather_bucket_size": 1,
-        "zero.stage3_param_persistence_threshold": 0,
-        "optim.warmup_steps": 0,
-        "optim.decay_steps": 0,
-        "cluster.gpus_per_node": 1,
-        "cluster.ranks_per_row": 1,
-    }
-    yield from _at_least(config, least=least)
-    for key in ("learning_rate", "weight_decay", "max_grad_norm", "adam_epsilon", "momentum"):
-        value = getattr(config.optim, key)
-        if not 0 <= value < inf:
-            yield f"optim.{key}={value}: use 0 or more."
-    for key in ("adam_beta1", "adam_beta2"):
-        value = getattr(config.optim, key)
-        if not 0 <= value < 1:
-            yield f"optim.{key}={value}: use 0 or more and less than 1."
-    if not 0 <= config.optim.min_lr_ratio <= 1:
-        yield f"optim.min_lr_ratio={config.optim.min_lr_ratio}: use 0 to 1."
-    if config.num_epochs is not None and not 0 < config.num_epochs < inf:
-        yield f"num_epochs={config.num_epochs}: use more than 0."
-    if config.max_time is not None and not 0 < config.max_time < inf:
-        yield f"max_time={config.max_time}: use more than 0 seconds."
-    if config.keep_every and (not config.save_every or config.keep_every % config.save_every):
-        yield (
-            f"keep_every={config.keep_every} is no multiple of save_every={config.save_every}, so that not every such "
-            f"checkpoint is written: use a multiple of it."
-        )
-    if not 0 < config.cluster.timeout < inf:
-        yield f"cluster.timeout={config.cluster.timeout}: use more than 0 seconds."
-
-
 def length(config: TrainConfig) -> Iterator[str]:
     if config.max_steps is None and config.num_epochs is None:
         yield "Neither max_steps nor num_epochs says when to stop: give one of them (both: whichever comes first)."
     if config.data.streaming and config.max_steps is None:
         yield "data.streaming=true has no known length: give max_steps."
-
-
-def data(config: TrainConfig) -> Iterator[str]:
-    settings = config.data
-    yield from _at_least(settings, least={"eval_documents": 0, "max_documents": 1, "num_proc": 1}, prefix="data.")
-    if settings.eval_path is not None and settings.eval_documents:
-        yield (
-            f"data.eval_path={settings.eval_path} and data.eval_documents={settings.eval_documents} are two sources of "
-            f"evaluation data: keep one."
-        )
-    if settings.sources is None and settings.path is None:
-        yield "Neither data.path nor data.sources says where the data lie: give one of them."
-    if settings.sources is not None:
-        yield from mixture(settings, sources=settings.sources)
-
-
-def mixture(settings: DataConfig, *, sources: list[MixtureSource]) -> Iterator[str]:
-    if not sources:
-        yield "data.sources=[] is a mixture of nothing: list a source, or use data.path."
-    if settings.path is not None:
-        yield f"data.path={settings.path} and data.sources ({len(sources)}) exclude each other: set data.path=null."
-    if settings.eval_documents:
-        yield (
-            f"data.eval_documents={settings.eval_documents} would be held out of which of the {len(sources)} sources? "
-            f"Use data.eval_path=<documents to evaluate on> and data.eval_documents=0."
-        )
-    for number, source in enumerate(sources):
-        name = f"data.sources[{number}]"
-        yield from _at_least(source, least={"max_documents": 1}, prefix=f"{name}.")
-        for key in ("weight", "epochs"):
-            value = getattr(source, key)
-            if value is not None and not 0 < value < inf:
-                yield f"{name}.{key}={value}: use more than 0, or take the source out."
-    weighted = sum(source.weight is not None for source in sources)
-    repeated = sum(source.epochs is not None for source in sources)
-    if 0 < weighted < len(sources):
-        yield f"{weighted} of {len(sources)} data.sources have a weight: give one to all of them or to none."
-    if weighted and repeated:
-        yield "data.sources has weights and epochs, which both say how much of a source is taken: keep one of the two."
-    if settings.streaming and repeated:
-        yield "data.sources with epochs and data.streaming=true: a stream has no known length; use weights."
-
-
-def _at_least(settings: object, *, least: Mapping[str, int], prefix: str = "") -> Iterator[str]:
-    for key, bound in least.items():
-        value = attrgetter(key)(settings)
-        if value is not None and value < bound:
-            yield f"{prefix}{key}={value}: use {bound} or more."
 
 
 def exported(config: TrainConfig) -> Iterator[str]:
@@ -292,6 +245,9 @@ def launcher(config: TrainConfig, *, environment: Mapping[str, str]) -> Iterator
         )
 
 
-def _raise(problems: list[str]) -> None:
+def _raise(problems: list[str], *, more: str = "") -> None:
+    """`more` is told once, behind them."""
+    if len(problems) == 1:
+        raise ValueError(" ".join([problems[0], more]).rstrip())
     if problems:
-        raise ValueError(problems[0] if len(problems) == 1 else "".join(f"\n  - {problem}" for problem in problems))
+        raise ValueError("".join(f"\n  - {problem}" for problem in problems) + ("\n  " + more if more else ""))

@@ -108,12 +108,17 @@ def _pipeline(module: Any, cut: Cut, *, model: Any, config: TrainConfig, mesh: M
 
 
 def _tied(names: dict[str, nn.Parameter], cut: Cut, *, model: Any, mesh: Mesh) -> Tied | None:
-    """Of a rank with one of two copies of the tied matrix."""
+    """Of a rank with one of two copies of the tied matrix: all ranks with one that see other tokens or another use of it."""
     if not model.config.tie_word_embeddings or cut.first == cut.last:
         return None
-    group = mesh.axis_groups["pp"]
-    ranks = dist.get_process_group_ranks(group)
-    return Tied(names["model.embed_tokens.weight"], new_group([ranks[0], ranks[-1]], like=group))
+    layout, last = mesh.layout, mesh.layout.pp_size - 1
+    ranks = layout.group(("cp", "pp", "dp_shard", "dp_replicate"), rank=mesh.rank)
+    copies = [rank for rank in ranks if layout.coordinate(rank)["pp"] in (0, last)]
+    return Tied(
+        names["model.embed_tokens.weight"],
+        new_group(copies, like=mesh.world_group),
+        brings=dist.get_rank(mesh.loss_group) == 0,
+    )
 
 
 def _cut_over_tensor_ranks(model: Any, *, config: TrainConfig, mesh: Mesh) -> TensorGroup | None:

@@ -37,9 +37,9 @@ from fourfold.log import Reporter
 from fourfold.loop import Outcome, TrainingLoop, evaluate_loss
 from fourfold.lost import lost_ranks_named, quiet_rank_told
 from fourfold.mesh import Mesh, build_mesh
+from fourfold.model import source
 from fourfold.model.build import build_on_meta
 from fourfold.model.load import check, refuse_contradicting_ties, stored_shapes
-from fourfold.model.source import attention_implementation, config_changes, read_config, read_tokenizer, resolve_folder
 from fourfold.model.weights import Weights
 from fourfold.output import CHECKPOINTS, EXPORT, begin, claimed
 from fourfold.parallelize import parallelize
@@ -77,7 +77,8 @@ class Plan:
 
 def train(config: TrainConfig, *, plain: dict[str, Any]) -> int:
     """Run on this process; returns the exit code. Raises ValueError for what the user can mend."""
-    layout = legality.check(config, world_size=world_size(), environment=os.environ)
+    known = source.config_at_hand(config.model)
+    layout = legality.check(config, world_size=world_size(), environment=os.environ, model_config=known)
     device = choose_device(config.cluster.device)
     os.environ.setdefault("DS_ACCELERATOR", device.type)
     _quiet_libraries()
@@ -108,13 +109,13 @@ def train(config: TrainConfig, *, plain: dict[str, Any]) -> int:
 def prepare_run(config: TrainConfig, *, layout: Layout, device: torch.device) -> Plan:
     """Read the model's headers and make the data's rows. No collective: ranks wait for each other on file locks."""
     refuse_unknown_trackers(config.tracker)
-    folder = resolve_folder(config.model)
-    model_config = read_config(folder, model=config.model)
-    attention = attention_implementation(model_config, model=config.model)
+    folder = source.resolve_folder(config.model)
+    model_config = source.read_config(folder, model=config.model)
+    attention = source.attention_implementation(model_config, model=config.model)
     if select.is_ours(config, model_config=model_config, device=device):
         attention = IMPLEMENTATION
         register()
-    legality.check_model(config, model_config=model_config, attn_implementation=attention)
+    legality.check(config, world_size=layout.world_size, model_config=model_config, attn_implementation=attention)
     dtype = torch.bfloat16 if config.precision is Precision.bf16 else torch.float32
     weights = Weights(folder)
     model = build_on_meta(model_config, dtype=dtype, attn_implementation=attention)
@@ -122,7 +123,7 @@ def prepare_run(config: TrainConfig, *, layout: Layout, device: torch.device) ->
         legality.check_layers(config, model=model)
     check(model, weights)
     refuse_contradicting_ties(model, weights)
-    tokenizer = read_tokenizer(folder)
+    tokenizer = source.read_tokenizer(folder)
     data = prepare_for(config, tokenizer=tokenizer, vocab_size=model_config.vocab_size, show_progress=rank() == 0)
     total = total_updates(
         None if isinstance(data.train, StreamRowSet) else len(data.train),
@@ -261,7 +262,7 @@ def _about(plan: Plan) -> dict[str, Any]:
         "total_steps": plan.total_steps,
         "model": plan.config.model.path,
         "folder": str(plan.folder.absolute()),
-        "config_changes": config_changes(plan.model.config, model=plan.config.model),
+        "config_changes": source.config_changes(plan.model.config, model=plan.config.model),
         "seq_len": plan.config.seq_len,
         "settings": settings_that_must_not_change(plan.config),
         "data": plan.data_identity,
@@ -274,7 +275,7 @@ def _export(plan: Plan, newest: Path) -> Path:
         source=plan.folder,
         target=plan.output_dir / EXPORT,
         dtype=plan.config.export_dtype,
-        changes=config_changes(plan.model.config, model=plan.config.model),
+        changes=source.config_changes(plan.model.config, model=plan.config.model),
     )
 
 

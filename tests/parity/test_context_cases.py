@@ -11,7 +11,7 @@ from torch import Tensor
 from fourfold.context import select
 from fourfold.context.attention import IMPLEMENTATION
 from fourfold.layout import Layout
-from fourfold.legality import check_model
+from fourfold.legality import check
 from fourfold.schema import AttentionConfig, Checkpointing, OptimConfig, TrainConfig
 from tests.families import family_model, save_family
 from tests.parity.context_model_ranks import (
@@ -151,11 +151,11 @@ def test_c06_head_counts_are_exact_or_refused(ranks: RankPool, heads: int, kv_he
 def test_selective_checkpointing_of_a_soft_cap_is_refused() -> None:
     """Plain products have no output to keep: it would be `full` under another name."""
     model_config = family_model("gemma2").config
-    config = TrainConfig(name="capped", cp_size=2, seq_len=32)
-    check_model(config, model_config=model_config, attn_implementation=IMPLEMENTATION)
+    config = TrainConfig(name="capped", cp_size=2, seq_len=32, max_steps=1, global_batch_size=2)
+    check(config, world_size=2, model_config=model_config, attn_implementation=IMPLEMENTATION)
     config.activation.checkpointing = Checkpointing.selective
     with pytest.raises(ValueError, match=r"attn_logit_softcapping=50.0 of gemma2.*use activation.checkpointing=full"):
-        check_model(config, model_config=model_config, attn_implementation=IMPLEMENTATION)
+        check(config, world_size=2, model_config=model_config, attn_implementation=IMPLEMENTATION)
 
 
 @pytest.mark.parametrize("way", ["ulysses", "hybrid"])

@@ -1,4 +1,5 @@
-"""Whole models with their rows spread over ranks, against one process that sees each document alone."""
+"""Whole models with their rows spread over ranks, against one process that sees each document alone; with each way to shard:
+test_matrix.py."""
 
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from tests.parity.context_model_ranks import SPREAD, attention, attention_runs, 
 from tests.parity.strategies import settings
 from tests.parity.zero_ranks import train
 from tests.pool import RankPool
-from tests.reference import Reference, tiny_model, worst
+from tests.reference import Reference, worst
 
 FAMILIES = ["llama", "llama_tied", "qwen3", "mistral", "gemma2", "gemma3_text", "phi3"]
 FIXED = OptimConfig(name="sgd", learning_rate=0.0, weight_decay=0.0, max_grad_norm=0.0)
@@ -70,61 +71,13 @@ def test_rotary_embeddings_that_depend_on_the_length_see_the_whole_row(
     check_family(ranks, tmp_path, name, world=2, batch=batch, stage=2)
 
 
-ZERO = {  # ZeRO stage, layout of four ranks, attention
-    "zero1": (1, Layout(cp_size=2, dp_shard_size=2), "ulysses"),
-    "zero2": (2, Layout(cp_size=2, dp_shard_size=2), "ring"),
-    "zero3": (3, Layout(cp_size=2, dp_shard_size=2), "needed_only"),
-    "hsdp1": (1, Layout(cp_size=2, dp_replicate_size=2), "hybrid"),
-    "hsdp2": (2, Layout(cp_size=2, dp_replicate_size=2), "ulysses"),
-    "hsdp3": (3, Layout(cp_size=2, dp_replicate_size=2), "allgather"),
-}
-STEPS, ROWS = 3, 12
 SGD = OptimConfig(name="sgd", learning_rate=0.5, weight_decay=0.0, max_grad_norm=0.3)
-History = dict[str, list[dict[str, Any]]]
 
 
 def zero_settings(stage: int, way: str) -> TrainConfig:
     config = settings(stage=stage, optim=SGD)
     config.attention = attention(way)
     return config
-
-
-@pytest.fixture(scope="module")
-def trained(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> History:
-    """Of each way to shard what its ranks saw in three clipped updates of three micro-batches of two rows."""
-    folder = tmp_path_factory.mktemp("model")
-    tiny_model(tied=True).save_pretrained(folder)
-    steps = [packed(step, rows=ROWS) for step in range(STEPS)]
-    return {
-        name: ranks.run(
-            4, train, folder=folder, config=zero_settings(stage, way), layout=layout, steps=steps, accumulation=3
-        )
-        for name, (stage, layout, way) in ZERO.items()
-    }
-
-
-@pytest.mark.parametrize("name", list(ZERO))
-def test_two_data_ranks_of_two_context_ranks_equal_one_process(trained: History, name: str) -> None:
-    model = tiny_model(tied=True)
-    reference = Reference(model, torch.optim.SGD(model.parameters(), lr=SGD.learning_rate), SGD.max_grad_norm)
-    steps = [reference.step(packed(step, rows=ROWS)) for step in range(STEPS)]
-    assert all(norm > SGD.max_grad_norm for _, norm, _ in steps)
-    for result in trained[name]:
-        seen = zip(result["loss"], result["norm"], result["gradients"], strict=True)
-        for (loss, norm, tensors), expected in zip(seen, steps, strict=True):
-            check({"loss": loss, "norm": norm, "gradients": tensors}, expected)
-        distance, tensor = worst(result["weights"], reference.weights())
-        assert distance < 1e-5, tensor
-        assert result["share"] == pytest.approx(1 / ZERO[name][1].partition_size, rel=0.05)
-
-
-def test_z07_one_norm_and_one_clipped_result_for_all(trained: History) -> None:
-    """torchtitan#2318: no factor of the number of ranks between strategies, cp ranks included."""
-    truth = trained["zero2"][0]
-    for name, results in trained.items():
-        for result in results:
-            assert result["norm"] == pytest.approx(truth["norm"], rel=1e-5), name
-            assert worst(result["weights"], truth["weights"])[0] < 1e-5, name
 
 
 CHECKPOINTED = {

@@ -1,4 +1,5 @@
-"""Models cut into stages, by every schedule, against one process."""
+"""Models of many families cut into two and four stages, and beside two other axes, against one process; each schedule beside
+each other feature: test_matrix.py."""
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -57,35 +58,16 @@ EIGHT = Layout(tp_size=2, cp_size=2, pp_size=2)
 PLAIN = TensorConfig(sequence_parallel=False)
 SHARDS, REPLICAS = Layout(pp_size=2, dp_shard_size=2), Layout(pp_size=2, dp_replicate_size=2)
 WAYS = {
-    "gpipe": Way(1, PP2, by("gpipe")),
-    "1f1b": Way(1, PP2, by("1f1b")),
-    "looped_bfs": Way(1, PP2, by("looped_bfs")),
-    "interleaved_1f1b": Way(1, PP2, by("interleaved_1f1b")),
-    "zero_bubble": Way(1, PP2, by("zero_bubble")),
-    "zbv": Way(1, PP2, by("zbv")),
-    "dualpipe_v": Way(1, PP2, by("dualpipe_v")),
-    "zero1": Way(1, SHARDS),
-    "zero2": Way(2, SHARDS),
-    "zero3": Way(3, SHARDS),
-    "hsdp2": Way(2, REPLICAS),
-    "hsdp3": Way(3, REPLICAS, by("interleaved_1f1b")),
     "four stages": Way(2, Layout(pp_size=4), family="gemma3_text", layers=6),
     "four ranks, eight stages": Way(1, Layout(pp_size=4), by("interleaved_1f1b"), "qwen2", layers=9),
     "four ranks in a V": Way(1, Layout(pp_size=4), by("zbv"), "llama_tied", layers=8),
     "one layer less at both ends": Way(1, PP2, by("interleaved_1f1b", split=[1, 2, 2, 1]), "mistral", layers=6),
-    "tp": Way(1, Layout(pp_size=2, tp_size=2), family="qwen3"),
     "tp, whole tokens": Way(2, Layout(pp_size=2, tp_size=2), family="phi3", tensor=PLAIN),
-    "tp, zero bubble": Way(1, Layout(pp_size=2, tp_size=2), by("zero_bubble"), "gemma3_text"),
-    "tp, stage 3": Way(3, Layout(pp_size=2, tp_size=2), by("looped_bfs")),
     "cp": Way(2, Layout(pp_size=2, cp_size=2), family="gemma2", attention="ring"),
-    "cp, ulysses": Way(1, Layout(pp_size=2, cp_size=2), by("gpipe"), "llama", attention="ulysses"),
-    "cp, V": Way(1, Layout(pp_size=2, cp_size=2), by("dualpipe_v"), "llama_tied", attention="allgather"),
-    "cp, stage 3": Way(3, Layout(pp_size=2, cp_size=2), family="qwen3", attention="needed_only"),
     "cp and tp": Way(1, EIGHT, by("interleaved_1f1b"), "llama_tied", attention="hybrid"),
+    "cp and dp, tied": Way(2, replace(SHARDS, cp_size=2), family="llama_tied", attention="ring", accumulation=2),
     "tp and dp, stage 3": Way(3, replace(SHARDS, tp_size=2), family="qwen3", accumulation=2),
     "cp and replicas, V": Way(2, replace(REPLICAS, cp_size=2), by("zbv"), attention="ring", accumulation=2),
-    "checkpointing": Way(1, SHARDS, by("looped_bfs"), "gemma3_text", checkpointing=Checkpointing.full),
-    "selective": Way(2, PP2, by("interleaved_1f1b"), "gemma3_text", checkpointing=Checkpointing.selective),
     "checkpointing, stage 3": Way(
         3, SHARDS, by("interleaved_1f1b"), "gemma3_text", checkpointing=Checkpointing.every_n
     ),

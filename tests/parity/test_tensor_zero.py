@@ -1,4 +1,5 @@
-"""Tensor parallelism under ZeRO 1 to 3, HSDP and context parallelism, against one process."""
+"""Tensor parallelism of other families, with few key heads, and beside two other axes, against one process; each other feature
+beside it: test_matrix.py."""
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -45,30 +46,18 @@ class Way:
         return {"num_key_value_heads": self.kv_heads, "vocab_size": 97}
 
 
-SHARDS, REPLICAS = Layout(tp_size=2, dp_shard_size=2), Layout(tp_size=2, dp_replicate_size=2)
-BOTH, ALL = Layout(tp_size=2, cp_size=2), Layout(tp_size=2, cp_size=2, dp_shard_size=2)
+SHARDS, ALL = Layout(tp_size=2, dp_shard_size=2), Layout(tp_size=2, cp_size=2, dp_shard_size=2)
 FEW = Layout(tp_size=4)
 PLAIN = TensorConfig(sequence_parallel=False)
 WAYS = {
-    "stage 0": Way(0, REPLICAS),
-    "zero2": Way(2, SHARDS, "gemma3_text"),
-    "zero3": Way(3, SHARDS, "qwen2"),
-    "zero1 whole tokens": Way(1, SHARDS, "qwen3", PLAIN),
     "zero2 regather": Way(2, SHARDS, "phi3", TensorConfig(regather=True, overlap=False)),
-    "hsdp1": Way(1, REPLICAS, "gemma2"),
-    "hsdp2 checkpointing": Way(2, REPLICAS, "mistral", checkpointing=Checkpointing.full),
-    "hsdp3": Way(3, REPLICAS, "qwen3"),
+    "zero1 whole tokens": Way(1, SHARDS, "qwen3", PLAIN),
     "zero2 one key head": Way(2, FEW, "llama_tied", kv_heads=1),
     "zero3 fewer key heads": Way(3, FEW, "gemma3_text"),
     "zero3 regather, checkpointing": Way(
         3, SHARDS, "gemma3_text", TensorConfig(regather=True), checkpointing=Checkpointing.full
     ),
-    "selective": Way(1, SHARDS, "llama", TensorConfig(regather=True), checkpointing=Checkpointing.selective),
-    "cp": Way(2, BOTH, "gemma3_text", attention="ring"),
-    "cp, ulysses": Way(1, BOTH, "qwen3", attention="ulysses"),
-    "cp, whole tokens": Way(3, BOTH, "llama_tied", PLAIN, attention="allgather"),
     "cp and dp": Way(3, ALL, "gemma3_text", attention="needed_only", checkpointing=Checkpointing.full),
-    "cp and dp, hybrid": Way(1, ALL, "llama_tied", attention="hybrid"),
 }
 
 

@@ -10,7 +10,7 @@ import pytest
 from fourfold.config import to_train_config
 from fourfold.context.attention import IMPLEMENTATION
 from fourfold.layout import Layout
-from fourfold.legality import check, check_model
+from fourfold.legality import check
 from fourfold.planner.advise import SERVER, Advice, Question, advise, memory_of
 from fourfold.planner.advise_show import command, in_short, overrides, read_model, reasons, show_advice
 from fourfold.planner.fit import in_flight
@@ -40,7 +40,7 @@ def test_every_advice_is_legal(size: str) -> None:
             assert check(config, world_size=gpus, environment={}) == layout
             model = copy(found.question.model)
             model.max_position_embeddings = max(seq_len, model.max_position_embeddings)  # as the command stretches it
-            check_model(config, model_config=model, attn_implementation=IMPLEMENTATION)
+            check(config, world_size=gpus, model_config=model, attn_implementation=IMPLEMENTATION)
             assert found.memory == memory_of(config, layout=layout, model_config=model)
             assert found.fits == (found.memory.total <= 0.9 * 80e9)
             assert found.in_budget == (config.global_batch_size <= found.question.rows)

@@ -8,7 +8,7 @@ from omegaconf import OmegaConf
 from fourfold.config import to_plain, to_train_config
 from fourfold.context.attention import IMPLEMENTATION
 from fourfold.layout import AXES
-from fourfold.legality import check, check_model
+from fourfold.legality import check
 from fourfold.paths import CONF, RECIPES
 from tests.golden.composing import (
     GOLDEN,
@@ -114,7 +114,7 @@ def test_tiers_take_tasks(tier: str, debug: str) -> None:
             assert config.seq_len * config.global_batch_size * (config.max_steps or 10**9) < 10_000
             assert config.zero.stage == plain.zero.stage
         if tier in WORLDS and debug == "cpu":
-            check_model(config, model_config=TINY, attn_implementation=IMPLEMENTATION)
+            check(config, world_size=world, model_config=TINY, attn_implementation=IMPLEMENTATION)
             assert all((getattr(config, name) > 1) == (getattr(plain, name) > 1) for name in ("cp_size", "pp_size"))
             assert max(layout.size(axis) for axis in AXES) == 2
         if (tier, debug) == ("hsdp", "cpu_hsdp"):

@@ -133,8 +133,17 @@ def test_what_a_run_refuses_is_refused(to: str) -> None:
         show_settings(composed("task=quickstart", "tp_size=3")[0], to=to, gpus=2)
 
 
-def test_a_model_that_is_not_here_is_not_fetched(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_that_is_not_on_the_disk(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its name its sizes may be known; else the parallel settings are said without it."""
     overrides = ["task=llama3_8b", "tier=zero3", "data.path=docs.jsonl", "global_batch_size=8", "micro_batch_size=1"]
     text, unsaid = said("megatron", (8, overrides), capsys)
+    assert megatron_arguments(text)["num-layers"] == ["32"]
+    assert "rope and the norms' epsilon" in unsaid
+
+    def out_of_reach(model: Any) -> None:
+        raise ValueError("no network")
+
+    monkeypatch.setattr("fourfold.interop.show.config_to_plan", out_of_reach)
+    text, unsaid = said("megatron", (8, [*overrides, "model.path=of/another"]), capsys)
     assert "--num-layers" not in text
     assert "the model's own sizes" in unsaid

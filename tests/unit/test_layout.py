@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from fourfold.layout import AXES, Layout, largest_divisor, nearest, product, resolve
+from fourfold.layout import AXES, Layout, largest_divisor, product
 
 LARGE = Layout(tp_size=8, cp_size=16, pp_size=16, dp_shard_size=8)
 SMALL = [
@@ -81,15 +81,3 @@ def test_largest_divisor() -> None:
     for number, at_most in itertools.product(range(1, 60), range(-1, 60)):
         allowed = [d for d in range(1, number + 1) if number % d == 0 and d <= max(at_most, 1)]
         assert largest_divisor(number, at_most=at_most) == max(allowed)
-
-
-@pytest.mark.parametrize("world", [1, 2, 3, 4, 6, 7, 8, 12, 30, 64, 100, 16_384])
-def test_the_nearest_layout_always_fits(world: int) -> None:
-    for wanted in [*NOTABLE, *SMALL[::11]]:
-        fit = nearest(world, layout=wanted)
-        assert fit.world_size == world
-        for axis in ("tp", "cp", "pp"):
-            assert fit.size(axis) <= wanted.size(axis)
-    for layout in SMALL:
-        assert nearest(layout.world_size, layout=layout) == layout
-    assert resolve(world, dp_shard_size=-1).dp_shard_size == world

@@ -7,7 +7,7 @@ import pytest
 
 from fourfold.config import to_train_config
 from fourfold.layout import Layout
-from fourfold.legality import check, check_model, context
+from fourfold.legality import check, context
 from fourfold.schema import TrainConfig
 from tests.golden.composing import NAMED, composed, typed
 
@@ -223,7 +223,7 @@ class Model:
 
 
 def with_model(config: TrainConfig, **attributes: Any) -> None:
-    check_model(config, model_config=Model(), **{"attn_implementation": "sdpa", **attributes})
+    check(config, world_size=1, model_config=Model(), **{"attn_implementation": "sdpa", **attributes})
 
 
 def test_rows_longer_than_the_model() -> None:

@@ -11,7 +11,7 @@ import yaml
 from fourfold.config import to_train_config
 from fourfold.context.attention import IMPLEMENTATION
 from fourfold.layout import Layout
-from fourfold.legality import check, check_model
+from fourfold.legality import check
 from fourfold.paths import CONF, RECIPES
 from fourfold.pipeline.schedules import stages_per_rank
 from fourfold.pipeline.split import layers_of_stages
@@ -135,8 +135,9 @@ def test_the_model_of_a_publication_takes_its_layout(name: str, more: list[str])
     command, note = launch_command(read_header(TIERS[name]).fields["launch"])
     words = shlex.split(command)
     config = to_train_config(composed(*[word for word in words if re.match(r"[\w.]+=", word)], *more))
-    assert check(config, world_size=processes(words, note), environment={}) == PUBLICATIONS[name]
-    check_model(config, model_config=MODELS[name], attn_implementation=IMPLEMENTATION)
+    world = processes(words, note)
+    layout = check(config, world_size=world, model_config=MODELS[name], attn_implementation=IMPLEMENTATION)
+    assert layout == PUBLICATIONS[name]
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from fourfold.data.pack import COLUMNS
 from fourfold.layout import AXES, Layout
-from fourfold.legality import check, check_model
+from fourfold.legality import check
 from fourfold.model.source import read_config
 from fourfold.planner.parameters import head_dim, parameter_count
 from fourfold.schema import AttentionConfig, ModelConfig, PipelineConfig, TrainConfig
@@ -157,8 +157,7 @@ def test_batches_are_legal_in_every_pass(schedule: str, rows: int) -> None:
     small = shrunken(family_config("llama", **LARGE, **LONG), target(stages=stages))
     for layout in passes(sizes, max_processes=8):
         made = recipe(config, layout=layout, folder="x", batch=batch, layers=5)
-        assert check(made, world_size=8, environment={}) == layout
-        check_model(made, model_config=small, attn_implementation="fourfold")
+        assert check(made, world_size=8, model_config=small, attn_implementation="fourfold") == layout
         if layout.pp_size > 1:
             assert made.global_batch_size // layout.data_size >= 2, "accumulation"
 

@@ -122,11 +122,14 @@ def refusals(config: TrainConfig, *, model_config: Any) -> Iterator[str]:
     yield from _other_attention(config, model_config=model_config)
     if config.seq_len < unit(cp_size):
         yield (
-            f"seq_len={config.seq_len} is too short for cp_size={cp_size}, which cuts a row into {unit(cp_size)} chunks: use "
-            f"seq_len={unit(cp_size)} or more, or a smaller cp_size."
+            f"seq_len={config.seq_len} is too short for cp_size={cp_size}, which cuts a row into {unit(cp_size)} chunks, some of "
+            f"nothing but padding: use seq_len={unit(cp_size)} or more, or a smaller cp_size."
         )
+    if settings._target_ is None:
+        yield from _unchosen(config, model_config=model_config)
+        return
     try:
-        kind = strategy_class(config, model_config=model_config)
+        kind = _named(settings)
     except ValueError as error:
         yield str(error)
         return
@@ -134,6 +137,15 @@ def refusals(config: TrainConfig, *, model_config: Any) -> Iterator[str]:
     if settings.balance in BALANCES and settings.balance not in kind.balances:
         yield (
             f"attention.balance={settings.balance} with attention={kind.name}: use auto or {' or '.join(kind.balances)}."
+        )
+
+
+def _unchosen(config: TrainConfig, *, model_config: Any) -> Iterator[str]:
+    settings = config.attention
+    if settings.name != "auto":
+        yield (
+            f"attention.name={settings.name} alone names no class (attention._target_ is null), and cp_size={config.cp_size} "
+            f"would take any: use attention={settings.name}, or attention.name=auto."
         )
 
 
@@ -220,9 +232,11 @@ def _named(settings: AttentionConfig) -> type[ContextStrategy]:
     try:
         kind = get_class(str(settings._target_))
     except Exception as error:
-        raise ValueError(f"attention._target_={settings._target_} cannot be imported: {error}.") from None
+        raise ValueError(
+            f"attention._target_={settings._target_} cannot be imported: {error}. Use attention=auto, or name a class that can."
+        ) from None
     if not issubclass(kind, ContextStrategy):
         raise ValueError(
-            f"attention._target_={settings._target_} is no ContextStrategy (fourfold/context/strategy.py)."
+            f"attention._target_={settings._target_} is no ContextStrategy (fourfold/context/strategy.py): use attention=auto, or one."
         )
     return kind

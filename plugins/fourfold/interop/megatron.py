@@ -175,7 +175,7 @@ def _optimiser(recipe: Recipe, unsaid: list[str]) -> Arguments:
 def _model(recipe: Recipe, unsaid: list[str]) -> Arguments:
     model = recipe.model
     if model is None:
-        unsaid.append(f"the model's own sizes: model.path={recipe.config.model.path} is no folder here")
+        unsaid.append(f"the model's own sizes: model.path={recipe.config.model.path} is not within reach")
         return {}
     if model.model_type != "llama":
         unsaid.append(f"the model's own sizes: written for model_type=llama, and this one is {model.model_type}")
@@ -209,4 +209,6 @@ def _llama(model: Any, unsaid: list[str]) -> Arguments:
         unsaid.append(f"rope_type={rope['rope_type']} of the model")
     if hasattr(model, "rms_norm_eps"):
         found["norm-epsilon"] = str(model.rms_norm_eps)
+    else:
+        unsaid.append("rope and the norms' epsilon: of a model that is not on this disk only the sizes are known")
     return found

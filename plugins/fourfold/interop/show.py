@@ -9,21 +9,22 @@ from typing import Any
 from fourfold import legality
 from fourfold.interop import accelerate, megatron, torchtitan
 from fourfold.interop.settings import Recipe, Settings, unsaid_everywhere
-from fourfold.layout import product
-from fourfold.model.source import read_config, resolve_folder
+from fourfold.planner.known import config_to_plan
 from fourfold.schema import TrainConfig
 from fourfold.zero.settings import deepspeed_json
 
 
 def show_settings(config: TrainConfig, *, to: str, gpus: int | None) -> None:
     """The settings on stdout, what they leave out on stderr. ValueError for what a run would refuse."""
-    sizes = (config.tp_size, config.cp_size, config.pp_size, config.dp_shard_size, config.dp_replicate_size)
-    layout = legality.check(config, world_size=gpus or product(size for size in sizes if size > 0), environment={})
+    if gpus is not None and gpus < 1:
+        raise ValueError(f"--gpus {gpus}: use 1 or more.")
+    world_size = gpus or legality.least_world(config)
+    layout = legality.check(config, world_size=world_size)
     model, attention = _model_config(config), config.attention.name
     if model is not None:
         from fourfold.context.select import strategy_class
 
-        legality.check_model(config, model_config=model, attn_implementation="fourfold")
+        legality.check(config, world_size=world_size, model_config=model, attn_implementation="fourfold")
         attention = strategy_class(config, model_config=model).name
     found = LAUNCHERS[to](Recipe(config=config, layout=layout, model=model, attention=attention))
     print(found.text, flush=True)
@@ -52,7 +53,10 @@ LAUNCHERS: dict[str, Callable[[Recipe], Settings]] = {
 
 
 def _model_config(config: TrainConfig) -> Any | None:
-    """None where the model has no folder here: parallel settings can be said without it, and nothing is downloaded."""
-    if config.model.create is None and not Path(config.model.path).expanduser().is_dir():
+    """None where the model is not within reach: parallel settings can be said without it."""
+    try:
+        return config_to_plan(config.model)[0]
+    except ValueError:
+        if config.model.create is not None or Path(config.model.path).expanduser().is_dir():
+            raise
         return None
-    return read_config(resolve_folder(config.model), model=config.model)

@@ -55,6 +55,16 @@ def read_config(folder: Path, *, model: ModelConfig) -> Any:
     return config
 
 
+def config_at_hand(model: ModelConfig) -> Any | None:
+    """As `read_config` of a folder that is there; None if the model must be made or downloaded first, or is none: its own
+    refusals come later, from `read_config`."""
+    folder = Path(model.path).expanduser()
+    try:
+        return read_config(folder, model=model) if (folder / "config.json").is_file() else None
+    except ValueError:
+        return None
+
+
 def read_tokenizer(folder: Path) -> Any:
     """The folder's tokenizer; ValueError if there is none."""
     from transformers import AutoTokenizer

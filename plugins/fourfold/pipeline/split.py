@@ -7,6 +7,7 @@ layer: Llama 3 takes one layer off the first and the last stage for them (arXiv:
 from collections.abc import Iterator
 from typing import Any
 
+from fourfold.pipeline.schedules import SCHEDULES, Placement
 from fourfold.planner.parameters import layer_matmul_parameters
 from fourfold.schema import PipelineConfig
 
@@ -47,9 +48,11 @@ def refusals(settings: PipelineConfig, *, layers: int, stages: int, per_rank: in
     """Why the layers cannot be cut so."""
     if layers < stages:
         ranks = stages // per_rank
-        fewer = (
-            f"pipeline.virtual_stages={layers // ranks}" if layers >= ranks else f"pp_size={max(1, layers // per_rank)}"
-        )
+        if SCHEDULES[settings.schedule].placement is Placement.loop and layers >= ranks:
+            fewer = f"pipeline.virtual_stages={layers // ranks}"
+        else:
+            most = max(1, layers // per_rank)
+            fewer = f"pp_size={most}" + (" or less" if most > 1 else "")
         yield (
             f"{ranks} pipeline ranks of {per_rank} stages need {stages} layers, and the model has {layers} (num_hidden_layers): "
             f"use {fewer}."
@@ -58,8 +61,8 @@ def refusals(settings: PipelineConfig, *, layers: int, stages: int, per_rank: in
     if split is None:
         return
     if len(split) != stages:
-        yield f"pipeline.split={split} has {len(split)} numbers for {stages} stages: give one for each."
+        yield f"pipeline.split={split} has {len(split)} numbers for {stages} stages: give one for each, or use pipeline.split=null."
     elif min(split) < 1:
-        yield f"pipeline.split={split} has a stage of {min(split)} layers: every stage needs one at least."
+        yield f"pipeline.split={split} has a stage of {min(split)} layers: every stage needs one at least; or use pipeline.split=null."
     elif sum(split) != layers:
-        yield f"pipeline.split={split} has {sum(split)} layers, and the model {layers} (num_hidden_layers): place them all."
+        yield f"pipeline.split={split} has {sum(split)} layers, and the model {layers} (num_hidden_layers): place them all, or use pipeline.split=null."

@@ -204,11 +204,7 @@ def _config(
     idle = (layout.pp_size - 1) / (micro_batches + layout.pp_size - 1)
     if idle > IDLE and question.model.num_hidden_layers >= 2 * layout.pp_size:
         config.pipeline.schedule = "interleaved_1f1b"
-    try:
-        legality.check(config, world_size=question.gpus, environment={})
-    except ValueError:
-        return None
-    return config
+    return None if legality.refusals(config, world_size=question.gpus) else config
 
 
 def _filled(

@@ -17,7 +17,7 @@ def config_to_plan(model: ModelConfig) -> tuple[Any, str]:
         return config, f"{model.path} is not on this disk: the shape of {known}"
     from fourfold.model.source import read_config, resolve_folder
 
-    return read_config(resolve_folder(model), model=model), model.path
+    return read_config(resolve_folder(model, weights=False), model=model), model.path
 
 
 def known_shape(path: str) -> str | None:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from fourfold import legality
-from fourfold.layout import Layout, product
+from fourfold.layout import Layout
 from fourfold.log import print_table
 from fourfold.pipeline.schedules import SCHEDULES, stages_per_rank
 from fourfold.pipeline.split import EMBEDDING, head_weight, layers_of_stages
@@ -49,10 +49,10 @@ def checked(config: TrainConfig, *, gpus: int | None, gpu_gb: float) -> tuple[La
         raise ValueError(f"--gpus {gpus}: use 1 or more.")
     if not 0 < gpu_gb < float("inf"):
         raise ValueError(f"--gpu-memory {gpu_gb}: use more than 0.")
-    sizes = (config.tp_size, config.cp_size, config.pp_size, config.dp_shard_size, config.dp_replicate_size)
-    layout = legality.check(config, world_size=gpus or product(size for size in sizes if size > 0), environment={})
+    world_size = gpus or legality.least_world(config)
+    legality.check(config, world_size=world_size)
     model_config, source = config_to_plan(config.model)
-    legality.check_model(config, model_config=model_config, attn_implementation="fourfold")
+    layout = legality.check(config, world_size=world_size, model_config=model_config, attn_implementation="fourfold")
     return layout, model_config, source
 
 

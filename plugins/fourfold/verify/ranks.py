@@ -72,13 +72,14 @@ class Result:
 def verified_run(rank: int, *, config: TrainConfig, rows: Path, updates: int) -> Result:
     """`updates` epochs of the rows through the training loop."""
     torch.set_num_threads(1)
-    layout = legality.check(config, world_size=dist.get_world_size(), environment={})
     model_config = read_config(Path(config.model.path), model=config.model)
     attention = attention_implementation(model_config, model=config.model)
     if select.is_ours(config, model_config=model_config, device=CPU):
         attention = IMPLEMENTATION
         register()
-    legality.check_model(config, model_config=model_config, attn_implementation=attention)
+    layout = legality.check(
+        config, world_size=dist.get_world_size(), model_config=model_config, attn_implementation=attention
+    )
     mesh = build_mesh(layout, device_type="cpu")
     model = build_on_meta(model_config, dtype=torch.float32, attn_implementation=attention)
     if config.tp_size > 1:

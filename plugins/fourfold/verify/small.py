@@ -7,7 +7,7 @@ from typing import Any
 from fourfold import legality
 from fourfold.context import select
 from fourfold.context.attention import IMPLEMENTATION
-from fourfold.layout import AXES, Layout, product
+from fourfold.layout import Layout
 from fourfold.log import short
 from fourfold.model.source import read_config, read_tokenizer, resolve_folder
 from fourfold.planner.parameters import parameter_count
@@ -39,8 +39,8 @@ def make_small(config: TrainConfig, *, layouts: list[Layout], sizes: dict[str, i
     layers = small_config.num_hidden_layers
     recipes = [recipe.recipe(config, layout=one, folder=str(folder), batch=batch, layers=layers) for one in layouts]
     for layout, made in zip(layouts, recipes, strict=True):
-        legality.check(made, world_size=layout.world_size, environment={})
-        legality.check_model(made, model_config=small_config, attn_implementation=_attention(made, small_config))
+        attention = _attention(made, small_config)
+        legality.check(made, world_size=layout.world_size, model_config=small_config, attn_implementation=attention)
     known = real_rows(
         config,
         tokenizer=read_tokenizer(source),
@@ -78,10 +78,13 @@ def _attention(config: TrainConfig, model_config: Any) -> str:
 
 def _refused_as_it_is(config: TrainConfig, model_config: Any) -> list[str]:
     """Whether a run of this recipe would not start: `verify` is of what it computes."""
-    sizes = [getattr(config, f"{axis}_size") for axis in AXES]
     try:
-        legality.check(config, world_size=product(size for size in sizes if size > 0), environment={})
-        legality.check_model(config, model_config=model_config, attn_implementation=IMPLEMENTATION)
+        legality.check(
+            config,
+            world_size=legality.least_world(config),
+            model_config=model_config,
+            attn_implementation=IMPLEMENTATION,
+        )
     except ValueError as error:
         return [f"at its full size a run is refused: {' '.join(str(error).split())}"]
     return []

@@ -10,9 +10,9 @@ from fourfold.activation.stretches import stretch_sizes
 from fourfold.context import select
 from fourfold.context.needed_only import NeededOnly, exchange, exchanged_bytes
 from fourfold.context.sharding import Sharding
-from fourfold.context.strategy import AttentionShape, unit
+from fourfold.context.work import AttentionShape, unit
 from fourfold.layout import Layout
-from fourfold.pipeline.measure import bytes_to_send
+from fourfold.pipeline.cost import bytes_to_send
 from fourfold.pipeline.schedules import stages_of, stages_per_rank
 from fourfold.pipeline.split import layers_of_stages
 from fourfold.planner.flops import windowed_layers

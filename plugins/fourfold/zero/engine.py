@@ -56,10 +56,11 @@ class Runner(Protocol):
 
 @dataclass(frozen=True)
 class Tied:
-    """A parameter that lies on two pipeline stages, and the group of the two ranks."""
+    """A parameter that lies on two pipeline stages, and the group of all ranks with a copy, over data ranks too."""
 
     parameter: nn.Parameter
     group: dist.ProcessGroup
+    brings: bool  # the sum to the reduction of its stage; one rank does
 
 
 class ZeroEngine:
@@ -134,8 +135,17 @@ class ZeroEngine:
         batches = [self._to_device(batch) for batch in micro_batches]  # all are on their way at the same time
         losses = self._pipeline.run(batches, scale=scale, fold=self._fold)
         if self._tied is not None:
-            dist.all_reduce(internals.whole_gradient(self._tied.parameter), group=self._tied.group)
+            self._sum_copies(self._tied)
         return losses
+
+    @staticmethod
+    def _sum_copies(tied: Tied) -> None:
+        """Over all ranks at a time, and brought by one to the reduction that follows, where the others have zero: reduced by
+        each stage, of which buffers lie otherwise, the copies would be added up in other orders and drift apart."""
+        gradient = internals.whole_gradient(tied.parameter)
+        dist.all_reduce(gradient, group=tied.group)
+        if not tied.brings:
+            gradient.zero_()
 
     def _sum_partial_gradients(self) -> None:
         """Of parameters that several tp ranks hold copies of, each having seen a part of what they act on: one sum an update
