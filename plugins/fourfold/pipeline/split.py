@@ -5,6 +5,7 @@ layer: Llama 3 takes one layer off the first and the last stage for them (arXiv:
 """
 
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 from fourfold.pipeline.schedules import SCHEDULES, Placement
@@ -32,7 +33,8 @@ def head_weight(model_config: Any) -> float:
     return float(model_config.hidden_size * model_config.vocab_size / layer_matmul_parameters(model_config))
 
 
-def balanced(layers: int, *, stages: int, head: float, embedding: float) -> list[int]:
+@cache  # asked for each rank, and looks through all stages for each layer
+def balanced(layers: int, *, stages: int, head: float, embedding: float) -> tuple[int, ...]:
     """Layers of each stage so that the largest load is as small as can be, at least one each; the more even of equals."""
     counts = [1] * stages
     extra = [0.0] * stages
@@ -41,7 +43,7 @@ def balanced(layers: int, *, stages: int, head: float, embedding: float) -> list
     for _ in range(layers - stages):
         lightest = min(range(stages), key=lambda stage: (counts[stage] + extra[stage], -stage))
         counts[lightest] += 1
-    return counts
+    return tuple(counts)
 
 
 def refusals(settings: PipelineConfig, *, layers: int, stages: int, per_rank: int) -> Iterator[str]:
