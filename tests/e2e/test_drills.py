@@ -41,16 +41,17 @@ def drill(folder: Path, cache: Path, axis: str, fault: str) -> Result:
 @pytest.mark.parametrize(
     ("fault", "axis"),
     [
-        *(("stop", axis) for axis in AXES),
-        ("hang", "tp"),
-        *(pytest.param("hang", axis, marks=SLOW) for axis in AXES if axis != "tp"),
+        ("stop", "pp"),
+        ("hang", "dp_shard"),
+        *(pytest.param("stop", axis, marks=SLOW) for axis in AXES if axis != "pp"),
+        *(pytest.param("hang", axis, marks=SLOW) for axis in AXES if axis != "dp_shard"),
         *(pytest.param("kill", axis, marks=SLOW) for axis in AXES),
     ],
 )
 def test_who_keeps_the_others_waiting_is_named(tmp_path: Path, cache: Path, fault: str, axis: str) -> None:
     result = drill(tmp_path, cache, axis, fault)
     assert result.code not in (0, 130)
-    assert time.time() - float((tmp_path / "died").read_text()) < TIMEOUT + 30
+    assert time.time() - float((tmp_path / "died").read_text()) < TIMEOUT + 60  # on a crowded machine
     stage = ": stage 1" if axis == "pp" else ""
     named = f"fourfold: rank 1 ({axis} 1{stage}), of the {axis} group of this rank 0 (0, 1),"
     said = " ".join(result.err.split())
@@ -70,7 +71,8 @@ def test_who_keeps_the_others_waiting_is_named(tmp_path: Path, cache: Path, faul
     assert set(updates(tmp_path / "out")) == {1, 2, 3}
 
 
-@pytest.mark.parametrize("axis", ["pp", *(pytest.param(axis, marks=SLOW) for axis in AXES if axis != "pp")])
+@pytest.mark.slow
+@pytest.mark.parametrize("axis", AXES)
 def test_a_slow_rank_changes_nothing(tmp_path: Path, cache: Path, axis: str) -> None:
     found = []
     for fault in ("none", "slow"):

@@ -178,11 +178,11 @@ def cut(file: Path) -> None:
     ("damage", "name", "says"),
     [
         (flip, "rank-00000.safetensors", "is not what was written (its digest differs)"),
-        (cut, "rank-00000.safetensors", "of 23"),
-        (flip, "pieces.json", "pieces.json"),
-        (Path.unlink, "rank-00000.safetensors", "cannot be read (No such file or directory)"),
+        pytest.param(cut, "rank-00000.safetensors", "of 23", marks=pytest.mark.slow),
+        pytest.param(flip, "pieces.json", "pieces.json", marks=pytest.mark.slow),
+        pytest.param(Path.unlink, "rank-00000.safetensors", "cannot be read (No such file", marks=pytest.mark.slow),
         (Path.unlink, "checkpoint.json", "it has no checkpoint.json"),
-        (cut, "checkpoint.json", "is damaged"),
+        pytest.param(cut, "checkpoint.json", "is damaged", marks=pytest.mark.slow),
     ],
 )
 def test_the_newest_checkpoint_is_damaged(  # type: ignore[no-untyped-def]

@@ -37,7 +37,11 @@ def config(name: str, precision: Precision = Precision.fp32) -> TrainConfig:
 
 @pytest.mark.parametrize(
     ("family", "kv_heads", "names"),
-    [("llama_tied", 2, [name for name in WAYS if name != "tp2"]), ("phi3", 4, ["tp2", "tp4"])],
+    [
+        ("llama_tied", 2, ["one", "V", "tp2 cp2 pp2"]),
+        ("phi3", 4, ["tp2", "tp4"]),
+        pytest.param("llama_tied", 2, [name for name in WAYS if name != "tp2"], marks=pytest.mark.slow),
+    ],
 )
 def test_every_layout_goes_on_from_every_other(
     ranks: RankPool, tmp_path: Path, family: str, kv_heads: int, names: list[str]

@@ -51,6 +51,7 @@ def test_c12_every_strategy_trains_on_cpu(ranks: RankPool, cache: str, alone: Pa
         assert metrics(tmp_path, key) == pytest.approx(metrics(alone, key), rel=1e-5), key
 
 
+@pytest.mark.slow
 def test_a_hundred_updates_are_those_of_one_process(ranks: RankPool, cache: str, tmp_path: Path) -> None:
     """At a third of the task's learning rate: at all of it, other micro-batches on one process alone end up elsewhere."""
     more = [*QUICK, cache, "max_steps=100", "data.eval_documents=0", "optim.learning_rate=1e-3", "micro_batch_size=2"]

@@ -57,7 +57,7 @@ def answer(folder: Path) -> str:
     return tokenizer.decode(model.generate(**tokens, max_new_tokens=4, do_sample=False)[0])
 
 
-@pytest.mark.parametrize("name", list(LAYOUTS))
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name == "hsdp")) for name in LAYOUTS])
 def test_curve_of_one_process(ranks: RankPool, smollm2: Path, one_process: Path, tmp_path: Path, name: str) -> None:
     world, layout = LAYOUTS[name]
     ranks.run(world, whole_run, overrides=overrides(smollm2, tmp_path, *layout))

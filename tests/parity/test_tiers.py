@@ -59,6 +59,7 @@ def long_row(ranks: RankPool, folder: Path, *, size: int) -> dict[str, dict[int,
     return {key: metrics(folder / f"cp{size}", key) for key in keys}
 
 
+@pytest.mark.slow
 def test_a_long_row_over_all_ranks(ranks: RankPool, tmp_path: Path) -> None:
     """On as many ranks as are there."""
     truth = long_row(ranks, tmp_path, size=1)

@@ -62,7 +62,10 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("strategy", "world", "accumulation"), CASES)
+@pytest.mark.parametrize(
+    ("strategy", "world", "accumulation"),
+    [pytest.param(*case, marks=[pytest.mark.slow] * (case[1] == 1)) for case in CASES],
+)
 def test_sgd_equals_one_process(
     ranks: RankPool, folders: dict[bool, Path], strategy: str, world: int, accumulation: int
 ) -> None:

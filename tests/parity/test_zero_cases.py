@@ -118,7 +118,7 @@ def test_z04_masters_and_moments_are_fp32_under_bf16(ranks: RankPool, folder: Pa
         assert dtypes == {"weights": {"torch.bfloat16"}, "masters": {"torch.float32"}, "state": {"torch.float32"}}
 
 
-@pytest.mark.parametrize("clip", [0.0, 0.1])
+@pytest.mark.parametrize("clip", [pytest.param(0.0, marks=pytest.mark.slow), 0.1])
 def test_z07_one_norm_and_one_clipped_result_for_all(ranks: RankPool, folder: Path, clip: float) -> None:
     """torchtitan#2318: no factor of the number of ranks between strategies."""
     optim = OptimConfig(name="sgd", learning_rate=0.1, weight_decay=0.0, max_grad_norm=clip)

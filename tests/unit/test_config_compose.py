@@ -98,7 +98,13 @@ def small_enough(tier: str, debug: str) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("tier", "debug"), [(tier, debug) for tier in TIERS for debug in DEBUG_WORLDS if small_enough(tier, debug)]
+    ("tier", "debug"),
+    [
+        pytest.param(tier, debug, marks=[pytest.mark.slow] * (debug == "cpu_hsdp" and tier != "hsdp"))
+        for tier in TIERS
+        for debug in DEBUG_WORLDS
+        if small_enough(tier, debug)
+    ],
 )
 def test_tiers_take_tasks(tier: str, debug: str) -> None:
     """As it is and shrunken. Runs of the shrunken forms: tests/parity/test_tiers.py."""

@@ -127,7 +127,7 @@ def test_plan_and_dry_run_of_what_recipes_have_not(name: str) -> None:
         assert dry.parameters([dry.build(rank) for rank in dry.kinds()]) == parameter_count(model)
 
 
-@pytest.mark.parametrize("mode", [Checkpointing.none, Checkpointing.selective])
+@pytest.mark.parametrize("mode", [Checkpointing.none, pytest.param(Checkpointing.selective, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", BY_BYTES, ids=lambda kind: kind.name)
 def test_plan_and_dry_run_of_every_strategy(kind: Any, mode: Checkpointing) -> None:
     layout = Layout(cp_size=4)
