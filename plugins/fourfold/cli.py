@@ -3,6 +3,7 @@ heavy is imported before a run is certain."""
 
 import argparse
 import os
+import select
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -36,7 +37,7 @@ def main() -> None:
         verify_command(sys.argv[2:])
         return
     if command == "advise":
-        run_and_exit(lambda: advise_command(sys.argv[2:]))
+        run_and_exit(lambda: _to_a_reader(lambda: advise_command(sys.argv[2:])))
     if command == "train":
         del sys.argv[1]
     register_schema()
@@ -121,7 +122,22 @@ def _compose_and_show(
 def _show(composed: DictConfig, show: Callable[["TrainConfig"], int | None], *, needs_data: bool) -> int:
     from fourfold.config import to_train_config
 
-    return show(to_train_config(composed, needs_data=needs_data)) or 0
+    return _to_a_reader(lambda: show(to_train_config(composed, needs_data=needs_data)) or 0)
+
+
+def _to_a_reader(show: Callable[[], int]) -> int:
+    """1, and no trace, where the reader has seen enough, as in `fourfold plan ... | head`."""
+    try:
+        code = show()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        output = select.poll()
+        output.register(sys.stdout, 0)
+        if not output.poll(0):
+            raise  # another pipe
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    return code
 
 
 def plan_command(arguments: list[str]) -> None:
@@ -258,7 +274,8 @@ def export_command(arguments: list[str]) -> None:
 
 
 def _is_recipe(arguments: list[str]) -> bool:
-    return bool(arguments) and not any(Path(argument).exists() for argument in arguments) and "=" in arguments[0]
+    """Hydra's own options and their values, `--config-dir mine`, may be among its key=value."""
+    return any("=" in one and not one.startswith("-") and not Path(one).exists() for one in arguments)
 
 
 def _export_checkpoint(checkpoint: Path, target: Path, *, options: argparse.Namespace) -> int:

@@ -165,6 +165,17 @@ def test_wrong_places_are_told() -> None:
     assert "a rank's coordinate is another rank's" in wrong
 
 
+def test_the_fullest_rank_is_found_among_the_cp_ranks() -> None:
+    """Of zigzag's queries some meet the keys, in the order of the ranks, in more stretches than others."""
+    layout, model = Layout(cp_size=4), LlamaConfig(**SIZES)
+    kind = "fourfold.context.allgather.AllGather"
+    config = config_of(layout, {"attention._target_": kind, "activation.checkpointing": Checkpointing.selective})
+    dry = DryRun(config, layout=layout, model_config=model)
+    found = [dry.memory(dry.build(rank)).total for rank in range(4)]
+    assert found[0] < max(found) == rank_bytes(config, layout=layout, model_config=model).total
+    assert dry.kinds() == [found.index(max(found))]
+
+
 def test_live_groups_are_those_of_the_layout() -> None:
     layout = Layout(tp_size=2, cp_size=3, pp_size=2, dp_shard_size=2, dp_replicate_size=2)
     for rank in (0, 17, 47):

@@ -9,7 +9,7 @@ from fourfold.dryrun.places import crosses_servers, wrong_places
 from fourfold.dryrun.rank import Builder, Built
 from fourfold.layout import AXES, Layout
 from fourfold.log import print_table, short
-from fourfold.planner.fit import TERMS, Rank, RankBytes, bytes_of, planned, work_of
+from fourfold.planner.fit import TERMS, Rank, RankBytes, bytes_of, fullest_cp_rank, planned, work_of
 from fourfold.planner.known import as_transformers
 from fourfold.planner.nearest import nearest_that_fits
 from fourfold.planner.parameters import parameter_count
@@ -20,7 +20,8 @@ from fourfold.planner.traffic import sent_in_update
 from fourfold.schema import TrainConfig
 from fourfold.tensor.cuts import Heads
 
-SHORT = {"gradients": "gradient", "optimizer": "optimizer", "activations": "activation"}
+HEADS = {"gradients": "grads", "optimizer": "optim", "activations": "activ."}  # a line fits 80 columns
+WIDE = 9
 
 
 class DryRun:
@@ -37,9 +38,10 @@ class DryRun:
         return bool(self.model_config.vocab_size % self.layout.tp_size) or heads.copies > 1
 
     def kinds(self) -> list[int]:
-        """Ranks that stand for all: of each pipeline rank the first tp rank, or all where those differ."""
+        """Ranks that stand for all: of each pipeline rank the fullest cp rank and the first tp rank, or all where those differ."""
         tp_ranks = range(self.layout.tp_size if self.differs_over_tp else 1)
-        return [self.layout.rank({"pp": pp, "tp": tp}) for pp in range(self.layout.pp_size) for tp in tp_ranks]
+        cp = fullest_cp_rank(self.config, layout=self.layout, model_config=self.model_config)
+        return [self.layout.rank({"pp": pp, "cp": cp, "tp": tp}) for pp in range(self.layout.pp_size) for tp in tp_ranks]
 
     def build(self, rank: int) -> Built:
         return self._builder.build(rank)
@@ -155,14 +157,15 @@ def _place(layout: Layout, rank: int) -> Iterator[tuple[str, str]]:
 
 def _ranks(dry: DryRun, built: list[Built], memory: list[RankBytes], *, gpu_gb: float) -> Rows:
     """A line each, in GB of 1e9."""
-    heads = ["layers", "elements", *(SHORT.get(term, term) for term in TERMS), "total"]
-    rows = [("", columns(heads, width=10))]
+    heads = ["layers", "elements", *(HEADS.get(term, term) for term in TERMS), "total"]
+    rows = [("", columns(heads, width=WIDE))]
+    axes = ["pp", "cp", "tp"] if dry.layout.cp_size > 1 else ["pp", "tp"]
     for one, held in zip(built, memory, strict=True):
         place = dry.layout.coordinate(one.rank)
         layers = "+".join(str(stage.layers) for stage in one.stages)
         figures = [f"{getattr(held, term) / 1e9:.2f}" for term in (*TERMS, "total")]
-        line = columns([layers, short(sum(map(sum, one.groups))), *figures], width=10)
-        rows.append((f"pp {place['pp']} tp {place['tp']}", line + ("" if held.fits(gpu_gb * 1e9) else "  no")))
+        line = columns([layers, short(sum(map(sum, one.groups))), *figures], width=WIDE)
+        rows.append((" ".join(f"{axis} {place[axis]}" for axis in axes), line + ("" if held.fits(gpu_gb * 1e9) else "  no")))
     return rows
 
 

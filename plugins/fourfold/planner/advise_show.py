@@ -144,7 +144,7 @@ def in_short(advice: Advice) -> str:
     fits = "" if advice.fits else ", does not fit"
     over = "" if advice.in_budget else f", {config.global_batch_size} rows instead of {advice.question.rows}"
     return (
-        f"{advice.layout.describe()}, zero={config.zero.stage} activation={config.activation.checkpointing.value}, "
+        f"{advice.layout.describe()}, zero=stage{config.zero.stage} activation={config.activation.checkpointing.value}, "
         f"{advice.memory.total / 1e9:.0f} GB a GPU{fits}{over}"
     )
 

@@ -58,14 +58,16 @@ class Rank:
 
 def rank_bytes(config: TrainConfig, *, layout: Layout, model_config: Any, work: Work | None = None) -> RankBytes:
     """Of the fullest rank. AdamW, or SGD as it is set; `layout` and the model's sizes must be legal for `config`. `work`
-    is that of a layer's attention, by default what the strategy says."""
+    is that of a layer's attention, by default what the strategy says of the fullest cp rank."""
     ranks = all_ranks(config, layout=layout, model_config=model_config, work=work)
     return max(ranks, key=lambda one: one.total)
 
 
 def all_ranks(config: TrainConfig, *, layout: Layout, model_config: Any, work: Work | None = None) -> list[RankBytes]:
     """Of each pipeline rank."""
-    work = work or work_of(config, layout=layout, model_config=model_config)
+    if work is None:
+        cp_rank = fullest_cp_rank(config, layout=layout, model_config=model_config)
+        work = work_of(config, layout=layout, model_config=model_config, cp_rank=cp_rank)
     return [
         bytes_of(
             planned(config, layout=layout, model_config=model_config, pp_rank=rank, work=work),
@@ -79,11 +81,22 @@ def all_ranks(config: TrainConfig, *, layout: Layout, model_config: Any, work: W
     ]
 
 
-def work_of(config: TrainConfig, *, layout: Layout, model_config: Any, cp_rank: int = 0) -> Work:
+def work_of(config: TrainConfig, *, layout: Layout, model_config: Any, cp_rank: int) -> Work:
     """Of a layer's attention."""
     return attention_work(
         config, layout=layout, model_config=model_config, cp_rank=cp_rank, window=window_of(model_config)
     )
+
+
+def fullest_cp_rank(config: TrainConfig, *, layout: Layout, model_config: Any) -> int:
+    """All have as many tokens, but selective checkpointing keeps what each call of the kernel gives, and some call it more often."""
+
+    def total(cp_rank: int) -> float:
+        about: dict[str, Any] = {"layout": layout, "model_config": model_config}
+        work = work_of(config, cp_rank=cp_rank, **about)
+        return bytes_of(planned(config, pp_rank=0, work=work, **about), config, pp_rank=0, work=work, **about).total
+
+    return max(range(layout.cp_size), key=total)
 
 
 def planned(

@@ -9,7 +9,7 @@ from fourfold.layout import Layout
 from fourfold.log import print_table
 from fourfold.pipeline.schedules import SCHEDULES, stages_per_rank
 from fourfold.pipeline.split import EMBEDDING, head_weight, layers_of_stages
-from fourfold.planner.fit import RankBytes, planned, rank_bytes, work_of
+from fourfold.planner.fit import RankBytes, fullest_cp_rank, planned, rank_bytes, work_of
 from fourfold.planner.known import config_to_plan
 from fourfold.planner.nearest import nearest_that_fits
 from fourfold.planner.parameters import parameter_count
@@ -87,7 +87,8 @@ def memory_by_mode(config: TrainConfig, *, layout: Layout, model_config: Any) ->
 
 def _show_work(config: TrainConfig, *, layout: Layout, model_config: Any) -> None:
     count = micro_batches(config, layout=layout)
-    work = work_of(config, layout=layout, model_config=model_config)
+    cp_rank = fullest_cp_rank(config, layout=layout, model_config=model_config)
+    work = work_of(config, layout=layout, model_config=model_config, cp_rank=cp_rank)
     sent, model, hardware = [], [], []
     for rank in range(layout.pp_size):
         made = planned(config, layout=layout, model_config=model_config, pp_rank=rank, work=work)
