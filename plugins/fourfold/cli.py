@@ -274,8 +274,9 @@ def export_command(arguments: list[str]) -> None:
 
 
 def _is_recipe(arguments: list[str]) -> bool:
-    """Hydra's own options and their values, `--config-dir mine`, may be among its key=value."""
-    return any("=" in one and not one.startswith("-") and not Path(one).exists() for one in arguments)
+    """Hydra's own options, `--config-dir mine`, may be among its key=value."""
+    first = arguments[0] if arguments else ""
+    return first.startswith("-") or ("=" in first and not Path(first).exists())
 
 
 def _export_checkpoint(checkpoint: Path, target: Path, *, options: argparse.Namespace) -> int:

@@ -124,6 +124,7 @@ def test_plan_and_dry_run_of_what_recipes_have_not(name: str) -> None:
     dry = DryRun(config_of(case.layout, case.settings), layout=case.layout, model_config=model)
     assert differences(dry, case.ranks or dry.kinds()) == []
     if case.ranks is None:
+        assert dry.parameters_of_model() == parameter_count(model)
         assert dry.parameters([dry.build(rank) for rank in dry.kinds()]) == parameter_count(model)
 
 

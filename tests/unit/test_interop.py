@@ -2,8 +2,10 @@
 DeepSpeed, which are installed; those of Megatron-LM (d98e8a6) and torchtitan (b5bcd76, both August 2026) as files beside."""
 
 import json
+import os
 import re
 import shlex
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
+from fourfold.cli import _is_recipe, _to_a_reader
 from fourfold.interop.megatron import layer_layout
 from fourfold.interop.show import LAUNCHERS, show_settings
 from tests.compose import composed
@@ -35,6 +38,21 @@ def recipe(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[int, list[st
     gpus, overrides = LAYOUTS[request.param]
     more = [f"model.path={tmp_path / 'tiny'}", "micro_batch_size=1", "global_batch_size=8"]
     return gpus, ["task=quickstart", *overrides, *more]
+
+
+def test_options_of_hydra_may_come_before_a_recipe(tmp_path: Path) -> None:
+    (tmp_path / "lr=1").mkdir()
+    assert _is_recipe(["--config-dir", str(tmp_path), "task=quickstart"])
+    assert _is_recipe(["task=quickstart", "--config-dir", str(tmp_path)])
+    assert not _is_recipe([str(tmp_path / "lr=1"), str(tmp_path / "lr=2")])
+
+
+def test_a_reader_may_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    there, here = os.pipe()
+    os.close(there)
+    with os.fdopen(here, "w") as output:
+        monkeypatch.setattr(sys, "stdout", output)
+        assert _to_a_reader(lambda: print("more") or 0) == 1  # type: ignore[func-returns-value]
 
 
 def said(to: str, recipe: tuple[int, list[str]], capsys: pytest.CaptureFixture[str]) -> tuple[str, str]:

@@ -9,6 +9,7 @@ from fourfold.dryrun.places import crosses_servers, wrong_places
 from fourfold.dryrun.rank import Builder, Built
 from fourfold.layout import AXES, Layout
 from fourfold.log import print_table, short
+from fourfold.model.load import stored_shapes
 from fourfold.planner.fit import TERMS, Rank, RankBytes, bytes_of, fullest_cp_rank, planned, work_of
 from fourfold.planner.known import as_transformers
 from fourfold.planner.nearest import nearest_that_fits
@@ -20,7 +21,7 @@ from fourfold.planner.traffic import sent_in_update
 from fourfold.schema import TrainConfig
 from fourfold.tensor.cuts import Heads
 
-HEADS = {"gradients": "grads", "optimizer": "optim", "activations": "activ."}  # a line fits 80 columns
+HEADS = {"gradients": "grads", "optimizer": "optim", "activations": "activ."}
 WIDE = 9
 
 
@@ -41,7 +42,9 @@ class DryRun:
         """Ranks that stand for all: of each pipeline rank the fullest cp rank and the first tp rank, or all where those differ."""
         tp_ranks = range(self.layout.tp_size if self.differs_over_tp else 1)
         cp = fullest_cp_rank(self.config, layout=self.layout, model_config=self.model_config)
-        return [self.layout.rank({"pp": pp, "cp": cp, "tp": tp}) for pp in range(self.layout.pp_size) for tp in tp_ranks]
+        return [
+            self.layout.rank({"pp": pp, "cp": cp, "tp": tp}) for pp in range(self.layout.pp_size) for tp in tp_ranks
+        ]
 
     def build(self, rank: int) -> Built:
         return self._builder.build(rank)
@@ -52,8 +55,8 @@ class DryRun:
         return sum((one.counted - one.copied) * times + one.copied for one in built)
 
     def parameters_of_model(self) -> int:
-        """Before it is cut."""
-        return sum(parameter.numel() for parameter in self._builder.model.parameters())
+        """Before it is cut; on the meta device what is tied is not one tensor yet."""
+        return sum(shape.numel() for shape in stored_shapes(self._builder.model).values())
 
     def rank(self, built: Built) -> Rank:
         """What was counted, in the place of what the plan computes; the stretch that is recomputed is the plan's."""
@@ -165,7 +168,9 @@ def _ranks(dry: DryRun, built: list[Built], memory: list[RankBytes], *, gpu_gb: 
         layers = "+".join(str(stage.layers) for stage in one.stages)
         figures = [f"{getattr(held, term) / 1e9:.2f}" for term in (*TERMS, "total")]
         line = columns([layers, short(sum(map(sum, one.groups))), *figures], width=WIDE)
-        rows.append((" ".join(f"{axis} {place[axis]}" for axis in axes), line + ("" if held.fits(gpu_gb * 1e9) else "  no")))
+        rows.append(
+            (" ".join(f"{axis} {place[axis]}" for axis in axes), line + ("" if held.fits(gpu_gb * 1e9) else "  no"))
+        )
     return rows
 
 
