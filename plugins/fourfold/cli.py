@@ -13,8 +13,9 @@ import hydra
 from omegaconf import DictConfig
 
 from fourfold.config import register_schema
-from fourfold.errors import let_the_first_speak, local_rank, run_and_exit
+from fourfold.errors import let_the_first_speak, local_rank, run_and_exit, tell_and_exit
 from fourfold.paths import CONF
+from fourfold.words import refuse
 
 if TYPE_CHECKING:
     from fourfold.schema import TrainConfig
@@ -41,7 +42,7 @@ def main() -> None:
     if command == "train":
         del sys.argv[1]
     register_schema()
-    with_one_voice(_compose_and_train)
+    with_one_voice(lambda: _of_sound_words(_compose_and_train))
 
 
 def with_one_voice(compose: Callable[[], None]) -> None:
@@ -56,6 +57,16 @@ def with_one_voice(compose: Callable[[], None]) -> None:
         raise
 
 
+def _of_sound_words(compose: Callable[[], None]) -> None:
+    """Those of the command line, before Hydra reads them."""
+    try:
+        refuse(sys.argv[1:])
+    except ValueError as error:
+        sys.stderr = sys.__stderr__
+        tell_and_exit(error)
+    compose()
+
+
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name="train")
 def _compose_and_train(composed: DictConfig) -> None:
     sys.stderr = sys.__stderr__
@@ -63,18 +74,8 @@ def _compose_and_train(composed: DictConfig) -> None:
 
 
 def _train(composed: DictConfig) -> int:
-    from hydra.core.hydra_config import HydraConfig
-    from hydra.types import RunMode
-
     from fourfold.config import to_plain, to_train_config
-    from fourfold.errors import world_size
 
-    overrides = list(HydraConfig.get().overrides.task)
-    if HydraConfig.get().mode is RunMode.MULTIRUN and world_size() > 1:
-        raise ValueError(
-            f"--multirun with {world_size()} processes would run every job in one process group. Use a shell loop: "
-            f"for x in ...; do accelerate launch ... -m fourfold {' '.join(overrides)} key=$x; done"
-        )
     config = to_train_config(composed)
     from fourfold.train import train
 
@@ -116,7 +117,7 @@ def _compose_and_show(
 
     sys.argv[1:] = overrides
     register_schema()
-    compose()
+    _of_sound_words(compose)
 
 
 def _show(composed: DictConfig, show: Callable[["TrainConfig"], int | None], *, needs_data: bool) -> int:

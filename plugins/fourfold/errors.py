@@ -40,14 +40,19 @@ def run_and_exit(work: Callable[[], int]) -> None:
         _leave(INTERRUPTED_EXIT)
     except Exception as error:
         if isinstance(error, ValueError) and _is_ours(error):
-            let_the_first_speak()
-            where = f"[rank {rank()}] " if local_rank() else ""
-            print(f"\nfourfold: {where}{error}\n", file=sys.stderr, flush=True)
-            _leave(USER_ERROR_EXIT)
+            tell_and_exit(error)
         print(f"[rank {rank()} of {world_size()}] {traceback.format_exc()}", file=sys.stderr, flush=True)
         _leave(1)
     else:
         sys.exit(code)
+
+
+def tell_and_exit(error: ValueError) -> None:
+    """Of the user's making."""
+    let_the_first_speak()
+    where = f"[rank {rank()}] " if local_rank() else ""
+    print(f"\nfourfold: {where}{error}\n", file=sys.stderr, flush=True)
+    _leave(USER_ERROR_EXIT)
 
 
 def let_the_first_speak() -> None:

@@ -102,7 +102,8 @@ def _nearest(config: TrainConfig, *, world_size: int, model_config: Any) -> str:
     def reason(changed: TrainConfig, layout: Layout) -> str | None:
         return next(placed(changed, layout=layout, model_config=model_config), None)
 
-    return nearest(config, world_size=world_size, reason=reason)
+    found = nearest(config, world_size=world_size, reason=reason)
+    return f"{found} The model is not read yet: it may refuse some." if found and model_config is None else found
 
 
 def placed(config: TrainConfig, *, layout: Layout, model_config: Any) -> Iterator[str]:
@@ -147,14 +148,13 @@ def settings_of_model(config: TrainConfig, *, model_config: Any, attn_implementa
     from fourfold.context.attention import IMPLEMENTATION
 
     yield from context(config, longest=model_config.max_position_embeddings)
-    if attn_implementation == IMPLEMENTATION:
+    if attn_implementation == IMPLEMENTATION or config.cp_size * config.tp_size * config.pp_size > 1:
         yield from select.selective_refusals(config, model_config=model_config)
-    if attn_implementation is not None:
-        yield from checkpointing_refusals(
-            config.activation,
-            num_layers=model_config.num_hidden_layers,
-            attn_implementation=attn_implementation,
-        )
+    yield from checkpointing_refusals(
+        config.activation,
+        num_layers=model_config.num_hidden_layers,
+        attn_implementation=attn_implementation or "",
+    )
 
 
 def precision(config: TrainConfig) -> Iterator[str]:

@@ -16,6 +16,7 @@ from fourfold.pipeline.schedules import SCHEDULES
 from fourfold.schema import Checkpointing, Offload, OffloadConfig, TrainConfig
 
 FEW, MOST = 3, 1000  # told; looked at
+WORLD = 1_000_000  # processes above which there is nothing to look for
 Reason = Callable[[TrainConfig, Layout], str | None]  # the first one against it
 
 
@@ -39,6 +40,8 @@ class Candidate:
 
 def nearest(config: TrainConfig, *, world_size: int, reason: Reason) -> str:
     """A sentence with the nearest that have no reason against them; empty if none is found."""
+    if world_size > WORLD:
+        return ""
     found: dict[tuple[Any, ...], str] = {}  # of those that change the same settings of a layout the first
     for one in _legal(config, world_size=world_size, reason=reason):
         found.setdefault((one.sizes, *one.changed), _words(one, of=config))
@@ -132,6 +135,11 @@ def _choices(config: TrainConfig) -> Iterator[tuple[str, str, dict[str, Any]]]:
         yield "attention.balance", "attention.balance=auto", parts
     if config.attention.name != "auto" or config.attention._target_ is not None:
         yield "attention=", "attention=auto", {"attention": replace(config.attention, name="auto", _target_=None)}
+    if config.attention.ulysses_size != "auto":
+        parts = {"attention": replace(config.attention, ulysses_size="auto")}
+        yield "attention.ulysses_size", "attention.ulysses_size=auto", parts
+    if config.attention.outer != "ring":
+        yield "attention.outer", "attention.outer=ring", {"attention": replace(config.attention, outer="ring")}
     if config.tensor.regather:
         yield "tensor.regather", "tensor.regather=false", {"tensor": replace(config.tensor, regather=False)}
     if config.activation.checkpointing is not Checkpointing.none:

@@ -6,6 +6,8 @@ from operator import attrgetter
 
 from fourfold.schema import TrainConfig
 
+LONGEST_WAIT = 1e9  # seconds, 31 years
+
 
 def refusals(config: TrainConfig) -> Iterator[str]:
     least = {
@@ -45,8 +47,13 @@ def refusals(config: TrainConfig) -> Iterator[str]:
             f"keep_every={config.keep_every} is no multiple of save_every={config.save_every}, so that not every such "
             f"checkpoint is written: use a multiple of it."
         )
-    if not 0 < config.cluster.timeout < inf:
-        yield f"cluster.timeout={config.cluster.timeout}: use more than 0 seconds."
+    yield from seconds(config.cluster.timeout, knob="cluster.timeout=")
+
+
+def seconds(value: float, *, knob: str) -> Iterator[str]:
+    """Of a wait. Libraries count in nanoseconds, of which 64 bits hold 292 years."""
+    if not 0 < value <= LONGEST_WAIT:
+        yield f"{knob}{value}: use more than 0 seconds, and {LONGEST_WAIT:.0e} at most."
 
 
 def at_least(settings: object, *, least: Mapping[str, int], prefix: str = "") -> Iterator[str]:

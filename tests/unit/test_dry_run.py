@@ -94,6 +94,7 @@ CASES = {
     "one process in fp32": Case(Layout(), {"precision": Precision.fp32}, {}),
     "an odd vocabulary": Case(Layout(tp_size=4, pp_size=2), {}, {"vocab_size": 97}),
     "copies of key heads": Case(Layout(tp_size=4), {}, {"num_key_value_heads": 2, "attention_bias": True}),
+    "tied": Case(Layout(dp_shard_size=2), {"precision": Precision.fp32}, {"tie_word_embeddings": True}),
     "tied on two stages": Case(Layout(pp_size=2), {}, {"tie_word_embeddings": True}),
     "tied in a V": Case(Layout(pp_size=2, tp_size=2), {"pipeline.schedule": "zbv"}, {"tie_word_embeddings": True}),
     "whole tokens": Case(Layout(tp_size=2), {"tensor.sequence_parallel": False}, {"mlp_bias": True}),
@@ -126,6 +127,7 @@ def test_plan_and_dry_run_of_what_recipes_have_not(name: str) -> None:
     if case.ranks is None:
         assert dry.parameters_of_model() == parameter_count(model)
         assert dry.parameters([dry.build(rank) for rank in dry.kinds()]) == parameter_count(model)
+        assert dry.parameters_of_model() == parameter_count(model)
 
 
 @pytest.mark.parametrize("mode", [Checkpointing.none, pytest.param(Checkpointing.selective, marks=pytest.mark.slow)])

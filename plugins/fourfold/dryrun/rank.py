@@ -14,6 +14,7 @@ from fourfold.dryrun.world import differing_groups, fake_world
 from fourfold.layout import Layout
 from fourfold.mesh import Mesh
 from fourfold.model.build import build_on_meta
+from fourfold.model.load import tie, tied_parameters
 from fourfold.parallelize import Cuts, cut_model, trained_module
 from fourfold.pipeline.cut import Cut
 from fourfold.planner.held import Stage
@@ -42,6 +43,7 @@ class Builder:
         self._config, self._layout = config, layout
         dtype = torch.float32 if config.precision is Precision.fp32 else torch.bfloat16
         self._model = build_on_meta(model_config, dtype=dtype, attn_implementation=IMPLEMENTATION)
+        tie(self._model, tied_parameters(self._model))  # as loading does
         self._traced: dict[Any, Traced] = {}
 
     @property

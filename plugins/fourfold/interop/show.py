@@ -9,7 +9,7 @@ from typing import Any
 from fourfold import legality
 from fourfold.interop import accelerate, megatron, torchtitan
 from fourfold.interop.settings import Recipe, Settings, unsaid_everywhere
-from fourfold.planner.known import config_to_plan
+from fourfold.planner.known import config_at_hand, config_to_plan
 from fourfold.schema import TrainConfig
 from fourfold.zero.settings import deepspeed_json
 
@@ -19,7 +19,7 @@ def show_settings(config: TrainConfig, *, to: str, gpus: int | None) -> None:
     if gpus is not None and gpus < 1:
         raise ValueError(f"--gpus {gpus}: use 1 or more.")
     world_size = gpus or legality.least_world(config)
-    layout = legality.check(config, world_size=world_size)
+    layout = legality.check(config, world_size=world_size, model_config=config_at_hand(config.model))
     model, attention = _model_config(config), config.attention.name
     if model is not None:
         from fourfold.context.select import strategy_class

@@ -4,7 +4,7 @@ all of them or under ZeRO-3 only this rank's share of each.
 No rank reads or holds a full copy under ZeRO-3, and nothing is sent: memory is the rank's own shard plus one tensor.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -34,9 +34,14 @@ def load(model: Any, weights: Weights, *, device: torch.device, make_partitioned
         )
         filled.requires_grad_(parameter.requires_grad)
         setattr(model.get_submodule(module_name), attribute, filled)
+    tie(model, tied)
+    model.to(device=device)  # buffers
+
+
+def tie(model: Any, tied: Mapping[str, str]) -> None:
+    """{alias: name} of parameters that the model has: they become one. On meta they are none, accelerate parts them."""
     for alias, name in tied.items():
         setattr(model.get_submodule(alias.rpartition(".")[0]), alias.rpartition(".")[2], model.get_parameter(name))
-    model.to(device=device)  # buffers
 
 
 def check(model: Any, weights: Weights) -> dict[str, str]:

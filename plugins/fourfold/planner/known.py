@@ -10,14 +10,21 @@ from fourfold.schema import ModelConfig
 def config_to_plan(model: ModelConfig) -> tuple[Any, str]:
     """(config, what there is to say of it). ValueError if there is neither a folder, nor a known shape, nor the hub's."""
     known = known_shape(model.path)
-    if known is not None and not Path(model.path).expanduser().is_dir() and not _is_cached(model):
-        config = config_of(known)
-        if model.max_position_embeddings is not None:
-            config.max_position_embeddings = model.max_position_embeddings
-        return config, f"{model.path} is not on this disk: the shape of {known}"
+    if known is not None and _is_elsewhere(model):
+        return _shape(known, model), f"{model.path} is not on this disk: the shape of {known}"
     from fourfold.model.source import read_config, resolve_folder
 
     return read_config(resolve_folder(model, weights=False), model=model), model.path
+
+
+def config_at_hand(model: ModelConfig) -> Any | None:
+    """What `config_to_plan` gives without anything being made or downloaded; None if there is no such."""
+    known = known_shape(model.path)
+    if known is not None and _is_elsewhere(model):
+        return _shape(known, model)
+    from fourfold.model import source
+
+    return source.config_at_hand(model)
 
 
 def known_shape(path: str) -> str | None:
@@ -31,6 +38,17 @@ def as_transformers(config: Any) -> Any:
     from transformers import LlamaConfig, PreTrainedConfig
 
     return config if isinstance(config, PreTrainedConfig) else LlamaConfig(**vars(config))
+
+
+def _shape(name: str, model: ModelConfig) -> Any:
+    config = config_of(name)
+    if model.max_position_embeddings is not None:
+        config.max_position_embeddings = model.max_position_embeddings
+    return config
+
+
+def _is_elsewhere(model: ModelConfig) -> bool:
+    return not Path(model.path).expanduser().is_dir() and not _is_cached(model)
 
 
 def _is_cached(model: ModelConfig) -> bool:

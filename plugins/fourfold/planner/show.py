@@ -10,7 +10,7 @@ from fourfold.log import print_table
 from fourfold.pipeline.schedules import SCHEDULES, stages_per_rank
 from fourfold.pipeline.split import EMBEDDING, head_weight, layers_of_stages
 from fourfold.planner.fit import RankBytes, fullest_cp_rank, planned, rank_bytes, work_of
-from fourfold.planner.known import config_to_plan
+from fourfold.planner.known import config_at_hand, config_to_plan
 from fourfold.planner.nearest import nearest_that_fits
 from fourfold.planner.parameters import parameter_count
 from fourfold.planner.passes import micro_batches
@@ -50,7 +50,7 @@ def checked(config: TrainConfig, *, gpus: int | None, gpu_gb: float) -> tuple[La
     if not 0 < gpu_gb < float("inf"):
         raise ValueError(f"--gpu-memory {gpu_gb}: use more than 0.")
     world_size = gpus or legality.least_world(config)
-    legality.check(config, world_size=world_size)
+    legality.check(config, world_size=world_size, model_config=config_at_hand(config.model))
     model_config, source = config_to_plan(config.model)
     layout = legality.check(config, world_size=world_size, model_config=model_config, attn_implementation="fourfold")
     return layout, model_config, source

@@ -65,6 +65,7 @@ def _unfit_layers(model: Any, *, more: Mapping[str, str], size: int) -> Iterator
     """(name of a layer, what is wrong with it)"""
     planned = {name: (module, STYLES.get(style)) for name, module, style in _planned(model, more=more)}
     blocks = {name.rpartition(".")[0] for name, (_, part) in planned.items() if part is Part.column}
+    repeated = ("k_proj", "v_proj") if Heads.of(model.config, size=size).copies > 1 else ()  # whole heads on each rank
     for name, (module, part) in planned.items():
         if part is Part.partial and name.rpartition(".")[0] not in blocks:
             yield (
@@ -79,7 +80,7 @@ def _unfit_layers(model: Any, *, more: Mapping[str, str], size: int) -> Iterator
             )
         elif isinstance(module, nn.Linear) and part in (Part.column, Part.row):
             width = module.out_features if part is Part.column else module.in_features
-            if width % size and name != "lm_head":
+            if width % size and name != "lm_head" and name.rpartition(".")[2] not in repeated:
                 yield name, f"has {width} channels, which tp_size={size} does not divide: use a tp_size that does."
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear | nn.Embedding) and name not in planned:

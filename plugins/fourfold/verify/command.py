@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from fourfold import legality
+from fourfold import legality, ranges
 from fourfold.errors import INTERRUPTED_EXIT
 from fourfold.layout import Layout
 from fourfold.pipeline.schedules import unknown
@@ -28,10 +28,9 @@ class Options:
 
 def verify(config: TrainConfig, *, options: Options, notes: list[str]) -> int:
     """0 if every pass is equal to one process, else 1. ValueError for what a run would refuse."""
-    for problem in [*unknown(config.pipeline), *legality.batch(config, layout=Layout())]:
+    wait = ranges.seconds(options.timeout, knob="--timeout ")
+    for problem in [*unknown(config.pipeline), *legality.batch(config, layout=Layout()), *wait]:
         raise ValueError(problem)
-    if options.timeout <= 0:
-        raise ValueError(f"--timeout {options.timeout}: use more than 0 seconds.")
     sizes = axes.cut_sizes(config, max_axis=options.max_axis, max_processes=options.max_processes)
     os.environ |= {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "TOKENIZERS_PARALLELISM": "false"}
     for number in (signal.SIGTERM, signal.SIGHUP):

@@ -64,8 +64,15 @@ class RankPool:
     def _start(self, *task: Any) -> tuple[Any, Connection]:
         ours, theirs = self._context.Pipe()
         process = self._context.Process(target=_serve, args=(theirs, *task), daemon=True)
-        process.start()
-        theirs.close()
+        try:
+            process.start()
+        except (EOFError, ConnectionError) as error:
+            ours.close()
+            raise RanksFailed(
+                {task[2]: f"the server that starts ranks died ({error}): killed, or out of memory"}
+            ) from None
+        finally:
+            theirs.close()
         return process, ours
 
     def _collect(self, ranks: list[tuple[Any, Connection]], folder: Path) -> list[Any]:
