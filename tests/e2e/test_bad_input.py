@@ -130,7 +130,7 @@ def test_multirun_under_several_ranks(tmp_path: Path) -> None:
         words = (*TINY, "optim.learning_rate=1e-5,2e-5", "hydra.sweep.dir=sweep")
         result = warm("--multirun", *words, folder=tmp_path, **environment)
         assert result.code == 2
-        assert "--multirun with 2 processes" in result.paragraph
+        assert "--multirun would run every job in one process group" in result.paragraph
         assert "for x in ...; do accelerate launch ... -m fourfold" in result.paragraph
         assert not (tmp_path / "out").exists()
 
@@ -140,6 +140,13 @@ def test_settings_that_do_not_exist(tmp_path: Path, cache: Path) -> None:
     result = warm("task=quickstart", "tier=zero33", folder=tmp_path)
     assert result.code != 0
     assert "Available options in 'tier'" in result.err
+    assert "Traceback" not in result.err
+
+
+def test_a_group_that_is_set_to_nothing(tmp_path: Path) -> None:
+    result = warm("task=quickstart", "tier=null", folder=tmp_path)
+    assert result.code == 2
+    assert "tier=null: tier is a group, of which one is chosen by name: use one of " in result.paragraph
     assert "Traceback" not in result.err
 
 

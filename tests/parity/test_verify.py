@@ -101,3 +101,14 @@ def test_a_rank_that_hangs_is_ended_and_told_where() -> None:
     with pytest.raises(RanksFailed, match=r"rank 1: no answer after 4 s; it is at") as caught:
         pool.run(2, asleep, seconds=600.0)
     assert "in asleep" in str(caught.value)
+
+
+def test_the_server_of_ranks_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool: Any = ProductPool(preload="tests.pool_preload")
+
+    def gone(process: Any) -> None:
+        raise EOFError("unexpected EOF")
+
+    monkeypatch.setattr(pool._context.Process, "start", gone)
+    with pytest.raises(RanksFailed, match="rank 0: the server that starts ranks died"):
+        pool.run(2, asleep, seconds=0.0)

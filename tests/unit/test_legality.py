@@ -260,6 +260,8 @@ def test_stretches_that_do_not_exist(every_n: int) -> None:
         (["optim.min_lr_ratio=2"], "optim.min_lr_ratio=2.0: use 0 to 1"),
         (["num_epochs=nan"], "num_epochs=nan: use more than 0"),
         (["cluster.timeout=-1"], "cluster.timeout=-1.0: use more than 0 seconds"),
+        (["cluster.timeout=1e30"], "cluster.timeout=1e+30: use more than 0 seconds, and 1e+09 at most"),
+        (["cluster.timeout=nan"], "cluster.timeout=nan: use more than 0 seconds"),
     ],
 )
 def test_numbers_out_of_range(words: list[str], says: str) -> None:

@@ -57,6 +57,8 @@ REFUSED: list[tuple[tuple[str, ...], int, str]] = [  # and the first that is rec
     (("attention=ring",), 2, "dp_shard_size=2 attention=auto"),
     (("zero=stage1", "zero.offload.optimizer=cpu"), 1, "zero.stage=2"),
     (("cp_size=2", "attention=ulysses", "attention.balance=zigzag"), 2, "cp_size=2 attention.balance=auto"),
+    (("cp_size=4", "attention=hybrid", "attention.ulysses_size=3"), 4, "cp_size=4 attention.ulysses_size=auto"),
+    (("cp_size=4", "attention=hybrid", "attention.outer=none"), 4, "cp_size=4 attention.outer=ring"),
 ]
 
 
@@ -132,6 +134,14 @@ def test_the_search_is_bounded() -> None:
     assert looked == MOST
     message = refused("tp_size=8", "pp_size=4", "global_batch_size=16384", world=16_384)
     assert recommended(message)[0] == ["tp_size=4", "pp_size=4", "dp_shard_size=1024"]
+
+
+def test_a_world_without_end_is_not_searched() -> None:
+    assert "Nearest" not in refused(f"pp_size={10**11}", world=10**11)
+
+
+def test_without_the_model_some_may_be_illegal() -> None:
+    assert refused("tp_size=2", world=7, model_config=None).endswith("The model is not read yet: it may refuse some.")
 
 
 def test_a_model_that_is_at_hand_is_judged_at_once(tmp_path: Path) -> None:

@@ -77,3 +77,9 @@ def test_a_layer_of_no_table_is_refused_until_the_user_names_it() -> None:
     assert "4 channels" in problem
     assert "tp_size=8" in problem
     assert parts(hf, more=more)["model.layers.2.mlp.side_proj"] is Part.column
+
+
+def test_key_heads_on_several_ranks_are_whole_on_each() -> None:
+    """Three ranks with the one key head of 8 channels."""
+    more = {"num_attention_heads": 3, "num_key_value_heads": 1, "hidden_size": 24}
+    assert list(refusals(family_model("llama", **more), more={}, size=3)) == []
