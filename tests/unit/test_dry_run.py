@@ -94,7 +94,9 @@ CASES = {
     "one process in fp32": Case(Layout(), {"precision": Precision.fp32}, {}),
     "an odd vocabulary": Case(Layout(tp_size=4, pp_size=2), {}, {"vocab_size": 97}),
     "copies of key heads": Case(Layout(tp_size=4), {}, {"num_key_value_heads": 2, "attention_bias": True}),
-    "one key head over three ranks": Case(Layout(tp_size=3), {}, {"num_attention_heads": 6, "num_key_value_heads": 1}),
+    "one key head over three ranks": Case(
+        Layout(tp_size=3), {}, {"num_attention_heads": 6, "num_key_value_heads": 1, "hidden_size": 48}
+    ),
     "tied": Case(Layout(dp_shard_size=2), {"precision": Precision.fp32}, {"tie_word_embeddings": True}),
     "tied on two stages": Case(Layout(pp_size=2), {}, {"tie_word_embeddings": True}),
     "tied in a V": Case(Layout(pp_size=2, tp_size=2), {"pipeline.schedule": "zbv"}, {"tie_word_embeddings": True}),

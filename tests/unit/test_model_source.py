@@ -168,3 +168,16 @@ def test_soft_cap_and_sdpa_exclude_each_other(tmp_path: Path) -> None:
     wanted = model(folder, attn_implementation="sdpa")
     with pytest.raises(ValueError, match=r"caps attention logits at 50\.0: use eager"):
         attention_implementation(read_config(folder, model=wanted), model=wanted)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("[]", "is no JSON object, but a list"),
+        ('{"model_type": "llama", "hidden_size": 32, "num_attention_heads": 6}', "not a multiple of the number of att"),
+    ],
+)
+def test_a_config_that_makes_no_sense(tmp_path: Path, text: str, says: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ValueError, match=says):
+        read_config(tmp_path, model=ModelConfig(path=str(tmp_path)))

@@ -19,5 +19,15 @@ def test_several_runs_of_one_process(word: str) -> None:
 
 
 def test_other_words_are_for_hydra() -> None:
-    words = ["tier=none", "~tier", "tier=[dp]", "zero=stage3", "seed=3", "max_steps=null", "data.sources=null", "--cfg", "job"]
+    words = [
+        "tier=none",
+        "~tier",
+        "tier=[dp]",
+        "zero=stage3",
+        "seed=3",
+        "max_steps=null",
+        "data.sources=null",
+        "--cfg",
+        "job",
+    ]
     assert list(refusals(words)) == []

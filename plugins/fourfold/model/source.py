@@ -48,8 +48,14 @@ def read_config(folder: Path, *, model: ModelConfig) -> Any:
         raw = json.loads((folder / "config.json").read_text())
     except json.JSONDecodeError as error:
         raise ValueError(f"{folder.absolute() / 'config.json'} is not JSON ({error}).") from None
+    if not isinstance(raw, dict):
+        raise ValueError(f"{folder.absolute() / 'config.json'} is no JSON object, but a {type(raw).__name__}.")
     _refuse_other_kinds(raw, folder=folder)
-    config = AutoConfig.from_pretrained(folder)
+    try:
+        config = AutoConfig.from_pretrained(folder)
+    except Exception as error:  # of many kinds
+        why = " ".join(str(error).split())
+        raise ValueError(f"{folder.absolute() / 'config.json'} is not what transformers takes: {why}") from None
     config.use_cache = False
     _stretch_context(config, model=model)
     return config
