@@ -20,6 +20,8 @@ from fourfold.planner.timeline import as_svg, in_terminal
 from fourfold.planner.traffic import sent_in_pass, sent_in_update
 from fourfold.schema import Checkpointing, TrainConfig
 
+MOST = 200_000  # micro-batches times ranks that are simulated: some twenty seconds
+
 
 def show_plan(config: TrainConfig, *, gpus: int | None, timeline: Path | None, gpu_gb: float) -> None:
     """`timeline` is an SVG file to write. ValueError for what a run would refuse."""
@@ -105,6 +107,11 @@ def _show_schedule(config: TrainConfig, *, layout: Layout, model_config: Any, ti
     layers = [
         last - first for first, last in layers_of_stages(config.pipeline, model_config=model_config, stages=stages)
     ]
+    if layout.pp_size * count > MOST:
+        print(
+            f"\npipeline: {count} micro-batches an update are too many to simulate (at most {MOST // layout.pp_size})"
+        )
+        return
     costs = [float(number) for number in layers]
     costs[0] += EMBEDDING
     costs[-1] += head_weight(model_config)
