@@ -120,7 +120,7 @@ def placed(config: TrainConfig, *, layout: Layout, model_config: Any) -> Iterato
 def layout_of_model(config: TrainConfig, *, model_config: Any) -> Iterator[str]:
     """Those that need the model's config."""
     from fourfold.context import select
-    from fourfold.tensor.plan import refused_sizes
+    from fourfold.tensor.cuts import refused_sizes
 
     if config.tp_size > 1:
         yield from refused_sizes(model_config, size=config.tp_size)
@@ -145,7 +145,7 @@ def settings_of_model(config: TrainConfig, *, model_config: Any, attn_implementa
     """Those that need the model's config."""
     from fourfold.activation.rules import refusals as checkpointing_refusals
     from fourfold.context import select
-    from fourfold.context.attention import IMPLEMENTATION
+    from fourfold.context.strategy import IMPLEMENTATION
 
     yield from context(config, longest=model_config.max_position_embeddings)
     if attn_implementation == IMPLEMENTATION or config.cp_size * config.tp_size * config.pp_size > 1:

@@ -222,5 +222,6 @@ def test_known_shapes() -> None:
 
 def test_formulas_import_no_torch() -> None:
     modules = ("zero.cost", "pipeline.cost", "planner.held", "planner.passes", "planner.traffic", "planner.nearest")
+    modules += ("legality", "context.select", "planner.show")
     code = f"import sys, {', '.join(f'fourfold.{one}' for one in modules)}; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

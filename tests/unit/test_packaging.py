@@ -133,9 +133,12 @@ def fourfold(*words: str, folder: Path, **environment: str) -> subprocess.Comple
 
 
 ADVISE = ("advise", "--model", "405B", "--gpus", "16384", "--seq-len", "131072")
+PLAN = ("plan", "task=llama3_405b", "tier=llama3_405b_128k", "seq_len=131072", "global_batch_size=128")
 
 
-@pytest.mark.parametrize("words", [("--help",), ("train", "--cfg", "job", "task=quickstart", "tier=zero3"), ADVISE])
+@pytest.mark.parametrize(
+    "words", [("--help",), ("train", "--cfg", "job", "task=quickstart", "tier=zero3"), ADVISE, PLAN]
+)
 def test_looking_is_quick(words: tuple[str, ...], tmp_path: Path) -> None:
     """No more than 2 s of a processor, nothing heavy imported, nothing written."""
     before = os.times()

@@ -4,8 +4,8 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from fourfold.pipeline.schedules import SCHEDULES, stages_per_rank
-from fourfold.planner.schedule import Action, Kind, Simulation, simulate, table
+from fourfold.pipeline.schedules import SCHEDULES, refusals, stages_per_rank
+from fourfold.planner.schedule import LOOPS, Action, Kind, Simulation, _torch_table, simulate, table
 from fourfold.planner.timeline import as_svg, in_terminal
 from fourfold.schema import PipelineConfig
 
@@ -52,6 +52,21 @@ def test_a_pair_sends_at_its_end() -> None:
     spans = simulate([first, second], costs=[1, 1]).spans
     starts = {span.action: span.start for span in spans}
     assert starts[Action(Kind.forward, 1, 1)] == starts[backward] + 2 == 6
+
+
+@pytest.mark.parametrize("schedule", LOOPS)
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+def test_loops_are_those_of_torch(schedule: str, ranks: int) -> None:
+    """What is made without torch, for few and many micro-batches, also such as fill no whole rounds of as many as ranks."""
+    compared = 0
+    for virtual in (1, 2, 3):
+        settings = PipelineConfig(schedule=schedule, virtual_stages=virtual)
+        for count in (1, 2, 3, 4, 5, 6, 8, 9, 12, 16):
+            if not list(refusals(settings, ranks=ranks, micro_batches=count)):
+                ours = table(settings, ranks=ranks, micro_batches=count)
+                assert ours == _torch_table(settings, ranks=ranks, micro_batches=count), (virtual, count)
+                compared += 1
+    assert compared > 10
 
 
 PEAKS = {  # counted while torch ran them, ranks 4, micro-batches 8

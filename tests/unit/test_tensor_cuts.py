@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from fourfold.slices import Slice
-from fourfold.tensor.cuts import Cut, Heads, even, legal_sizes, rounded_up, side_by_side
-from fourfold.tensor.plan import refused_sizes
+from fourfold.tensor.cuts import Cut, Heads, even, legal_sizes, refused_sizes, rounded_up, side_by_side
 
 
 def model(heads: int, kv_heads: int, intermediate: int, *, kind: str = "llama") -> SimpleNamespace:

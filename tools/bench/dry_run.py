@@ -24,7 +24,7 @@ def main() -> None:
     made = table("Llama 3 405B, 131,072 tokens, 16,384 GPUs", ("what", "measured", "target", ""))
     plan_seconds, plan_cpu, _, _ = run("plan")
     seconds, cpu, peak, text = run("dry-run")
-    (found,) = re.findall(r"parameters of all tp x pp ranks: ([\d,]+)", text)
+    (found,) = re.findall(r"parameters of all tp x pp ranks: (\d[\d,]*\d)", text)
     rows = [
         (
             "plan",

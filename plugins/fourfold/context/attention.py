@@ -10,9 +10,10 @@ from torch import Tensor, nn
 
 from fourfold.context.kernels.kernel import Spec
 from fourfold.context.sharding import Sharding
-from fourfold.context.strategy import ContextStrategy
+from fourfold.context.strategy import IMPLEMENTATION, ContextStrategy
 
-IMPLEMENTATION = "fourfold"  # without "flash" in it, at which transformers would take it for one of its own
+__all__ = ["IMPLEMENTATION", "KEYWORD", "Context", "register"]
+
 KEYWORD = "fourfold_context"
 
 

@@ -7,24 +7,26 @@ Sent by a rank for a layer: Ulysses' bytes over U ranks for the S U/P tokens of 
 members for the rank's own heads.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import ClassVar
-
-import torch.distributed as dist
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar
 
 from fourfold.context.allgather import AllGather
 from fourfold.context.balance import Ownership
-from fourfold.context.comm import Comm
-from fourfold.context.kernels.kernel import Kernel, Spec
 from fourfold.context.rectangles import Interval, Stretches
 from fourfold.context.ring import Ring
 from fourfold.context.sharding import Sharding
 from fourfold.context.strategy import AttentionShape, ContextStrategy, Options
-from fourfold.context.ulysses import Split, Ulysses, head_split, over_heads
+from fourfold.context.ulysses import Ulysses, head_split
 from fourfold.context.work import Work
-from fourfold.groups import new_group
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+    from torch import Tensor
+
+    from fourfold.context.kernels.kernel import Kernel, Spec
 
 Outer = type[Ring] | type[AllGather]
 OUTER: dict[str, Outer] = {"ring": Ring, "allgather": AllGather}
@@ -37,6 +39,11 @@ class Hybrid(ContextStrategy):
         self, group: dist.ProcessGroup, *, kernel: Kernel, heads: int, kv_heads: int, options: Options
     ) -> None:
         """Collective over the cp group: it makes an inner and an outer group of it."""
+        import torch.distributed as dist
+
+        from fourfold.context.comm import Comm
+        from fourfold.groups import new_group
+
         ranks = dist.get_process_group_ranks(group)
         self._inner_size = inner_size(cp_size=len(ranks), heads=heads, kv_heads=kv_heads, options=options)
         outer, inner = divmod(dist.get_rank(group), self._inner_size)
@@ -91,6 +98,8 @@ class Hybrid(ContextStrategy):
         return tuple(part for held in members for part in _evenly(held, parts=inner))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, spec: Spec, sharding: Sharding) -> Tensor:
+        from fourfold.context.autograd.ulysses import Split, over_heads
+
         members = sharding.plan("hybrid", lambda: sharding.merged(self._inner_size))
         heads = Split(q.shape[1], k.shape[1], comm=self._inner)
 

@@ -1,15 +1,18 @@
 """local: one rank has the whole row, 0 bytes. Also what Ulysses runs once a rank has all tokens of its heads."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-import torch
-import torch.distributed as dist
-from torch import Tensor
-
-from fourfold.context.kernels.kernel import Kernel, Rows, Spec, attend, gradients
 from fourfold.context.sharding import Sharding, everything
 from fourfold.context.strategy import AttentionShape, ContextStrategy, Options
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+    from torch import Tensor
+
+    from fourfold.context.kernels.kernel import Kernel, Rows, Spec
 
 
 class Local(ContextStrategy):
@@ -38,21 +41,7 @@ class Local(ContextStrategy):
 
 
 def local_attention(q: Tensor, k: Tensor, v: Tensor, *, kernel: Kernel, rows: Rows, spec: Spec) -> Tensor:
-    out: Tensor = _LocalAttention.apply(q, k, v, kernel, rows, spec)
+    from fourfold.context.autograd.local import LocalAttention
+
+    out: Tensor = LocalAttention.apply(q, k, v, kernel, rows, spec)
     return out
-
-
-class _LocalAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, kernel: Kernel, rows: Rows, spec: Spec) -> Tensor:
-        found = attend(kernel, q, k, v, rows, spec)
-        out = found.out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, out, found.lse)
-        ctx.rest = (kernel, rows, spec)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        q, k, v, out, lse = ctx.saved_tensors
-        kernel, rows, spec = ctx.rest
-        return *gradients(kernel, grads[0], q, k, v, out, lse, rows, spec), None, None, None

@@ -8,18 +8,20 @@ Sent by a rank for a layer, with kv = 2 B K S D elements, e bytes each, sums of 
 Held beside the own shard: two blocks; backward three blocks of gradients too, in fp32.
 """
 
+from __future__ import annotations
+
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-import torch
-from torch import Tensor
-
-from fourfold.context.comm import Comm, Shift
-from fourfold.context.kernels.kernel import Kernel, Partial, Rows, Spec, attend, attend_backward, wide
 from fourfold.context.rectangles import rectangles
 from fourfold.context.sharding import Sharding, held_by
 from fourfold.context.strategy import AttentionShape, OneGroup, Options, counted
 from fourfold.context.work import Work, owners
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from fourfold.context.kernels.kernel import Spec
 
 
 class Ring(OneGroup):
@@ -45,54 +47,12 @@ class Ring(OneGroup):
         return replace(counted(found, shape=shape, tokens=shape.length // cp_size, window=window), buffers=blocks)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, spec: Spec, sharding: Sharding) -> Tensor:
+        from fourfold.context.autograd.ring import RingAttention
+
         mine = held_by(self._comm.rank)
         blocks = sharding.plan(
             ("ring", spec.window),
             lambda: [sharding.rectangles(mine, held_by(owner), window=spec.window) for owner in range(self._comm.size)],
         )
-        out: Tensor = _RingAttention.apply(q, k, v, self._comm, self._kernel, blocks, spec)
+        out: Tensor = RingAttention.apply(q, k, v, self._comm, self._kernel, blocks, spec)
         return out
-
-
-class _RingAttention(torch.autograd.Function):
-    """`blocks[i]` are of this member's queries and the keys of member i of `comm`."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, comm: Comm, kernel: Kernel, blocks: list[Rows], spec: Spec
-    ) -> Tensor:
-        block = torch.stack((k, v))
-        found: Partial | None = None
-        for step in range(comm.size):
-            coming = comm.shift(block, purpose="kv") if step < comm.size - 1 else None
-            rows = blocks[(comm.rank - step) % comm.size]
-            if any(rows):
-                found = attend(kernel, q, block[0], block[1], rows, spec, into=found)
-            block = coming.wait() if coming else block
-        found = Partial.empty(q) if found is None else found
-        out = found.out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, out, found.lse)
-        ctx.rest = (comm, kernel, blocks, spec)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        q, k, v, out, lse = ctx.saved_tensors
-        comm, kernel, blocks, spec = ctx.rest
-        d_q = torch.zeros(q.shape, dtype=wide(q.dtype), device=q.device)
-        block = torch.stack((k, v))
-        travelling: Shift | None = None  # gradients of the block at hand, from the ranks that had it before
-        for step in range(comm.size):
-            coming = comm.shift(block, purpose="kv_backward") if step < comm.size - 1 else None
-            rows = blocks[(comm.rank - step) % comm.size]
-            mine = torch.zeros(block.shape, dtype=wide(q.dtype), device=q.device)
-            if any(rows):
-                into = (d_q, mine[0], mine[1])
-                attend_backward(kernel, grads[0], q, block[0], block[1], out, lse, rows, spec, into=into)
-            if travelling:
-                mine += travelling.wait()
-            travelling = comm.shift(mine, purpose="d_kv_backward")
-            block = coming.wait() if coming else block
-        assert travelling is not None
-        home = travelling.wait()
-        return d_q.to(q.dtype), home[0].to(q.dtype), home[1].to(q.dtype), None, None, None, None

@@ -1,27 +1,28 @@
 """Which strategy and kernel a run gets, whether they can serve its model, and why."""
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from __future__ import annotations
 
-import torch
-import torch.distributed as dist
-from torch import Tensor
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
 from fourfold.context.allgather import AllGather
 from fourfold.context.balance import BALANCES
 from fourfold.context.hybrid import Hybrid
-from fourfold.context.kernels.cpu import CpuKernel
-from fourfold.context.kernels.kernel import Kernel
-from fourfold.context.kernels.plain import PlainKernel
 from fourfold.context.local import Local
 from fourfold.context.needed_only import NeededOnly
 from fourfold.context.ring import Ring
-from fourfold.context.split import Splitter
 from fourfold.context.strategy import AttentionShape, ContextStrategy, Options
 from fourfold.context.ulysses import Ulysses
 from fourfold.context.work import unit
 from fourfold.planner.parameters import head_dim
 from fourfold.schema import AttentionConfig, Checkpointing, Precision, TrainConfig
+
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
+    from torch import Tensor
+
+    from fourfold.context.kernels.kernel import Kernel
 
 # by preference where they send about as much
 BY_BYTES: tuple[type[ContextStrategy], ...] = (Ulysses, NeededOnly, Hybrid, Ring, AllGather)
@@ -48,6 +49,10 @@ def splitter(
     """From whole rows to what this rank computes. Collective over the cp group."""
     if not is_ours(config, model_config=model_config, device=device):
         return lambda batch: batch
+    import torch.distributed as dist
+
+    from fourfold.context.split import Splitter
+
     strategy = build(config, model_config=model_config, group=group, device=device)
     data_size = dist.get_world_size() // (config.cp_size * config.tp_size * config.pp_size)
     return Splitter(
@@ -190,12 +195,17 @@ def with_kernel(config: TrainConfig, *, model_config: Any, group: dist.ProcessGr
 def choose_kernel(config: TrainConfig, *, model_config: Any, device: torch.device) -> Kernel:
     """The fused one of the device, flash-attn's where it is installed. Plain products for what those have not: a soft-cap,
     fp32 on a GPU, odd heads. (Not FlexAttention, which is nothing without a compiler; none is wanted here.)"""
+    from fourfold.context.kernels.cpu import CpuKernel
+    from fourfold.context.kernels.plain import PlainKernel
+
     capped = getattr(model_config, "attn_logit_softcapping", None) is not None
     if device.type == "cpu":
         return PlainKernel() if capped else CpuKernel()
     size = head_dim(model_config)
     if config.precision is Precision.fp32 or size % 8 or size > 256:
         return PlainKernel()
+    import torch
+
     from fourfold.context.kernels.cuda import CudaKernel
     from fourfold.context.kernels.flash import installed
 

@@ -1,16 +1,20 @@
 """How the rows of one micro-batch lie on the cp ranks. It travels with the batch as an argument of the forward pass, so
 that recomputation and several micro-batches in flight each find their own."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from fourfold.context.balance import Ownership
-from fourfold.context.kernels.kernel import Rows
 from fourfold.context.rectangles import Interval, Stretches, rectangles
+
+if TYPE_CHECKING:  # plans need RowShares, and start without it
+    import torch
+    from torch import Tensor
+
+    from fourfold.context.kernels.kernel import Rows
 
 
 @dataclass(frozen=True)
@@ -32,7 +36,7 @@ class Sharding:
             self._plans[key] = make()
         return self._plans[key]
 
-    def merged(self, size: int) -> "Sharding":
+    def merged(self, size: int) -> Sharding:
         """As if every `size` neighbouring ranks were one."""
         return Sharding(
             tuple(
@@ -72,6 +76,8 @@ def held_by(rank: int) -> Callable[[Ownership], Stretches]:
 
 def documents_of(document_ids: Tensor) -> tuple[Interval, ...]:
     """Documents of one row, document_ids[S] with -1 where it is padded."""
+    import torch
+
     ids, counts = torch.unique_consecutive(document_ids, return_counts=True)
     ends = counts.cumsum(0).tolist()
     starts = [0, *ends]
@@ -80,4 +86,6 @@ def documents_of(document_ids: Tensor) -> tuple[Interval, ...]:
 
 def positions(stretches: Sequence[Interval], *, device: torch.device | None = None) -> Tensor:
     """Global positions in local order, int64."""
+    import torch
+
     return torch.cat([torch.arange(start, end, device=device) for start, end in stretches])

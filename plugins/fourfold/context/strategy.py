@@ -2,24 +2,31 @@
 
 Legend, once for all: B rows, S tokens of a row, H query heads, K key/value heads, D their size, P = cp_size ranks.
 A rank holds q[B, H, S/P, D], k and v[B, K, S/P, D] of its own positions (balance.py) and gets out[B, H, S/P, D].
+What a plan asks of the classes is pure: their files import torch only to compute (autograd/), so that a plan starts at once.
 """
+
+from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
-from typing import ClassVar
-
-import torch.distributed as dist
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar
 
 from fourfold.context.balance import BALANCES, Ownership, choose
-from fourfold.context.comm import Comm
-from fourfold.context.kernels.kernel import Kernel, Spec
 from fourfold.context.rectangles import Rectangle, Stretches
 from fourfold.context.sharding import Sharding
 from fourfold.context.work import AttentionShape, Work, gathered
 
-__all__ = ["AttentionShape", "ContextStrategy", "OneGroup", "Options", "counted"]
+if TYPE_CHECKING:
+    import torch.distributed as dist
+    from torch import Tensor
 
+    from fourfold.context.kernels.kernel import Kernel, Spec
+
+__all__ = ["IMPLEMENTATION", "AttentionShape", "ContextStrategy", "OneGroup", "Options", "counted"]
+
+IMPLEMENTATION = (
+    "fourfold"  # of attention, to transformers; without "flash" in it, at which it would be taken for its own
+)
 Options = dict[str, str]
 
 
@@ -78,6 +85,8 @@ class OneGroup(ContextStrategy):
     def __init__(
         self, group: dist.ProcessGroup, *, kernel: Kernel, heads: int, kv_heads: int, options: Options
     ) -> None:
+        from fourfold.context.comm import Comm
+
         self._comm, self._kernel = Comm(group), kernel
 
     def sent(self) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""Whether a layout fits a GPU: bytes of one rank, by term. Imports no torch (but for cp_size > 1, where the strategy is asked).
+"""Whether a layout fits a GPU: bytes of one rank, by term. Imports no torch.
 
 Parts: held.py (parameters), zero/cost.py (ZeRO's shares), passes.py (activations of a stage). Not counted: what is held for
 a moment inside of a layer, the allocator's gaps, NCCL; RESERVE stands for them.

@@ -60,7 +60,7 @@ def micro_batches(config: TrainConfig, *, layout: Layout) -> int:
 def attention_work(
     config: TrainConfig, *, layout: Layout, model_config: Any, cp_rank: int, window: int | None = None
 ) -> Work:
-    """Of one layer. Asks the strategy, which imports torch, only where there is one."""
+    """Of one layer. Asks the strategy where there is one."""
     shape = attention_shape(config, layout=layout, model_config=model_config)
     if layout.cp_size == 1:
         return alone(rows=shape.rows, length=shape.length, heads=shape.heads, kv_heads=shape.kv_heads, window=window)
@@ -77,7 +77,7 @@ def attention_work(
 
 
 def gathered_work(config: TrainConfig, *, layout: Layout, model_config: Any) -> Work:
-    """The same of a strategy that gathers keys and values, whichever is set: no more than others hold, and no import of torch."""
+    """The same of a strategy that gathers keys and values, whichever is set: no more than others hold."""
     shape = attention_shape(config, layout=layout, model_config=model_config)
     return gathered(shape, cp_size=layout.cp_size, rank=0, among=tuple(BALANCES), balance="auto", window=None)
 

@@ -1,7 +1,8 @@
 """What a pipeline schedule costs, without running it: idle share, micro-batches in flight, and when each rank does what.
 
-The tables of looping and V schedules are torch's own; those of gpipe and 1f1b are made here (torch 2.15 gives the last rank
-of 1F1B forward passes 1 to m instead of 0 to m-1). Of p ranks and m micro-batches of equal stages gpipe and 1f1b leave
+The tables of zero bubbles and V schedules are torch's own, whose import takes seconds; those of gpipe and 1f1b are made here
+(torch 2.15 gives the last rank of 1F1B forward passes 1 to m instead of 0 to m-1), and those of loops, which are torch's too:
+tests/unit/test_planner_schedule.py compares them. Of p ranks and m micro-batches of equal stages gpipe and 1f1b leave
 (p-1)/(m+p-1) of the time idle, with v stages a rank in a loop (p-1)/(v m+p-1) (arXiv:2104.04473 section 2.2).
 """
 
@@ -11,7 +12,7 @@ from enum import StrEnum
 from types import SimpleNamespace
 from typing import Any
 
-from fourfold.pipeline.schedules import SCHEDULES, Placement, rank_of, stages_of, stages_per_rank
+from fourfold.pipeline.schedules import SCHEDULES, Placement, rank_of, refusals, stages_of, stages_per_rank
 from fourfold.schema import PipelineConfig
 
 
@@ -28,6 +29,9 @@ KINDS = {  # torch's names
     "BACKWARD_INPUT": Kind.backward_input,
     "BACKWARD_WEIGHT": Kind.backward_weight,
 }
+
+
+LOOPS = ("interleaved_1f1b", "looped_bfs")
 
 
 @dataclass(frozen=True)
@@ -71,9 +75,11 @@ Table = list[list[Action]]  # what each rank does, in order
 
 def table(settings: PipelineConfig, *, ranks: int, micro_batches: int) -> Table:
     """ValueError of torch for numbers that the schedule refuses (pipeline/schedules.py says them in advance)."""
-    if SCHEDULES[settings.schedule].placement is not Placement.single:
-        return _torch_table(settings, ranks=ranks, micro_batches=micro_batches)
-    return [_single(settings.schedule, rank, ranks=ranks, micro_batches=micro_batches) for rank in range(ranks)]
+    if SCHEDULES[settings.schedule].placement is Placement.single:
+        return [_single(settings.schedule, rank, ranks=ranks, micro_batches=micro_batches) for rank in range(ranks)]
+    if settings.schedule in LOOPS and not list(refusals(settings, ranks=ranks, micro_batches=micro_batches)):
+        return [_looped(settings, rank, ranks=ranks, micro_batches=micro_batches) for rank in range(ranks)]
+    return _torch_table(settings, ranks=ranks, micro_batches=micro_batches)
 
 
 def simulate(
@@ -126,9 +132,33 @@ def _single(schedule: str, rank: int, *, ranks: int, micro_batches: int) -> list
     backward = [Action(Kind.backward, rank, number) for number in range(micro_batches)]
     if schedule == "gpipe":
         return forward + backward
-    ahead = min(ranks - 1 - rank, micro_batches)
+    return _one_by_one(forward, backward, ahead=ranks - 1 - rank)
+
+
+def _looped(settings: PipelineConfig, rank: int, *, ranks: int, micro_batches: int) -> list[Action]:
+    """interleaved_1f1b: rounds of about p micro-batches through stage after stage; looped_bfs: one round of all, backward in
+    reverse."""
+    stages = stages_of(rank, ranks=ranks, settings=settings)
+    breadth = settings.schedule == "looped_bfs"
+    each = micro_batches if breadth else micro_batches // max(1, micro_batches // ranks)
+    rounds = [range(first, first + each) for first in range(0, micro_batches, each)]
+    forward = [Action(Kind.forward, stage, one) for numbers in rounds for stage in stages for one in numbers]
+    backward = [
+        Action(Kind.backward, stage, one)
+        for numbers in rounds
+        for stage in reversed(stages)
+        for one in (reversed(numbers) if breadth else numbers)
+    ]
+    if breadth:
+        return forward + backward
+    return _one_by_one(forward, backward, ahead=(len(stages) - 1) * each + 2 * (ranks - 1 - rank))
+
+
+def _one_by_one(forward: list[Action], backward: list[Action], *, ahead: int) -> list[Action]:
+    """In turns, after `ahead` forward passes."""
+    ahead = min(ahead, len(forward))
     turns = [action for pair in zip(forward[ahead:], backward, strict=False) for action in pair]
-    return forward[:ahead] + turns + backward[micro_batches - ahead :]
+    return forward[:ahead] + turns + backward[len(forward) - ahead :]
 
 
 def _torch_table(settings: PipelineConfig, *, ranks: int, micro_batches: int) -> Table:

@@ -4,6 +4,7 @@ Rows are output channels, columns input channels. Attention is cut between heads
 queries and the key/value heads that they look at.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -95,3 +96,26 @@ def legal_sizes(model_config: Any, *, up_to: int = 64) -> list[int]:
 def repeats_packed_heads(model_config: Any, *, size: int) -> bool:
     """Whether key heads lie on several ranks that are packed with the queries into one matrix: a rank cannot store a part."""
     return bool(model_config.model_type == "phi3" and Heads.of(model_config, size=size).copies > 1)
+
+
+def refused_sizes(model_config: Any, *, size: int) -> Iterator[str]:
+    """Why the heads and the MLP of a model cannot be spread over `size` ranks. Needs no model."""
+    heads = Heads.of(model_config, size=size)
+    legal = ", ".join(map(str, legal_sizes(model_config)))
+    if heads.heads % size:
+        yield f"tp_size={size} does not divide the {heads.heads} query heads (num_attention_heads): use tp_size={legal}."
+    elif not heads.fits:
+        yield (
+            f"tp_size={size} and {heads.kv_heads} key/value heads (num_key_value_heads): one must divide the other; use "
+            f"tp_size={legal}."
+        )
+    if model_config.intermediate_size % size:
+        yield (
+            f"tp_size={size} does not divide the {model_config.intermediate_size} channels of the MLP (intermediate_size): "
+            f"use tp_size={legal}."
+        )
+    if repeats_packed_heads(model_config, size=size):
+        yield (
+            f"tp_size={size} would repeat the {heads.kv_heads} key/value heads, and {model_config.model_type} packs them "
+            f"with the queries into one matrix, of which a rank cannot store one part alone: use tp_size={legal}."
+        )

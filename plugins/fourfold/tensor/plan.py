@@ -12,8 +12,6 @@ from typing import Any
 
 from torch import nn
 
-from fourfold.tensor.cuts import Heads, legal_sizes, repeats_packed_heads
-
 
 class Part(StrEnum):
     """What becomes of a layer."""
@@ -94,29 +92,6 @@ def _once_for_all_layers(problems: Iterator[tuple[str, str]]) -> Iterator[str]:
     for (_, problem), names in alike.items():
         others = f" and {len(names) - 1} like it" if len(names) > 1 else ""
         yield f"{names[0]}{others} {problem}"
-
-
-def refused_sizes(model_config: Any, *, size: int) -> Iterator[str]:
-    """Why the heads and the MLP of a model cannot be spread over `size` ranks. Needs no model."""
-    heads = Heads.of(model_config, size=size)
-    legal = ", ".join(map(str, legal_sizes(model_config)))
-    if heads.heads % size:
-        yield f"tp_size={size} does not divide the {heads.heads} query heads (num_attention_heads): use tp_size={legal}."
-    elif not heads.fits:
-        yield (
-            f"tp_size={size} and {heads.kv_heads} key/value heads (num_key_value_heads): one must divide the other; use "
-            f"tp_size={legal}."
-        )
-    if model_config.intermediate_size % size:
-        yield (
-            f"tp_size={size} does not divide the {model_config.intermediate_size} channels of the MLP (intermediate_size): "
-            f"use tp_size={legal}."
-        )
-    if repeats_packed_heads(model_config, size=size):
-        yield (
-            f"tp_size={size} would repeat the {heads.kv_heads} key/value heads, and {model_config.model_type} packs them "
-            f"with the queries into one matrix, of which a rank cannot store one part alone: use tp_size={legal}."
-        )
 
 
 def _planned(model: Any, *, more: Mapping[str, str]) -> Iterator[tuple[str, nn.Module, str]]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fourfold.planner.parameters import head_dim
-from fourfold.tensor.plan import refused_sizes
+from fourfold.tensor.cuts import refused_sizes
 
 HEAD_DIM = 8
 VOCABULARY = 512
