@@ -26,6 +26,14 @@ LAYOUTS = {
     "pp": ["zero=stage1", "pp_size=2", "dp_shard_size=1"],
     "cp": ["tier=zero3", "cp_size=2", "dp_shard_size=1", "activation=full"],
 }
+MORE = {  # of bytes
+    "zero3 pp": ["zero=stage3", "pp_size=2", "dp_shard_size=2", "zero.stage3_param_persistence_threshold=100"],
+    "hsdp": ["tier=hsdp", "zero=stage1"],
+    "zero3 hsdp": ["tier=hsdp", "zero=stage3"],
+    "offload": ["tier=zero3_offload"],
+    "tp zero3": ["tier=tensor", "tp_size=2", "dp_shard_size=2", "zero=stage3"],
+    "ring": ["zero=stage3", "cp_size=2", "dp_shard_size=2", "attention=ring"],
+}
 Verify = Callable[..., Pass]
 
 
@@ -40,7 +48,7 @@ def verify(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Verify:
 
     def one(layout: str, *, fault: str | None = None, updates: int = 1) -> Pass:
         if layout not in made:
-            made[layout] = small(*data, *LAYOUTS[layout], scratch=place / layout)
+            made[layout] = small(*data, *{**LAYOUTS, **MORE}[layout], scratch=place / layout)
         what, shape = made[layout]
         run = partial(run_with, fault=fault) if fault else verified_run
         (found,) = run_passes(what, layouts=[shape], pool=ranks, updates=updates, run=run)
@@ -56,13 +64,14 @@ def small(*overrides: str, scratch: Path) -> tuple[Small, Layout]:
     return make_small(config, layouts=[layout], sizes=sizes, scratch=scratch), layout
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [*LAYOUTS, *(pytest.param(one, marks=pytest.mark.slow) for one in MORE)])
 def test_a_sound_layout_is_equal(verify: Verify, layout: str) -> None:
     found = verify(layout, updates=2)
     assert found.comparison.equal, found
     assert found.causes == []
-    for counted, plan in (pair for ranks in found.comparison.sent.values() for pair in ranks):
-        assert counted == plan > 0
+    for axis, ranks in found.comparison.sent.items():
+        for counted, plan in ranks:
+            assert counted == plan > 0, axis
 
 
 @pytest.mark.parametrize(

@@ -48,9 +48,4 @@ def test_shares_and_bytes(ranks: RankPool, tmp_path: Path, world: int, stage: in
         micro_batches=ACCUMULATION,
         pp_size=1,
     )
-    for one in found:
-        sent = dict(one["sent"])
-        if stage == 3:  # weights of a model this small are kept for its backward pass: half of the most
-            assert formula["weights"] / 2 <= sent["weights"] <= formula["weights"]
-            sent["weights"] = formula["weights"]
-        assert sent == formula
+    assert [dict(one["sent"]) for one in found] == [formula] * world

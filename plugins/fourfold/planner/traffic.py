@@ -51,6 +51,7 @@ def sent_in_update(
         replicas=layout.dp_replicate_size,
         micro_batches=count,
         pp_size=layout.pp_size,
+        embedding=embedding_elements(model_config, layout=layout) if pp_rank == 0 else 0,
     )
     borders: dict[int, int] = {}
     if layout.pp_size > 1:
@@ -69,6 +70,11 @@ def sent_in_update(
         zero.get("replicas", 0),
     )
     return dict(zip(GROUPS, sums, strict=True))
+
+
+def embedding_elements(model_config: Any, *, layout: Layout) -> int:
+    """Of a tp rank's part of the table, filled up."""
+    return int(-(-model_config.vocab_size // layout.tp_size) * model_config.hidden_size)
 
 
 def _tensor(config: TrainConfig, stage: Stage, *, layout: Layout, model_config: Any) -> dict[str, int]:

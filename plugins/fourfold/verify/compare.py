@@ -12,6 +12,7 @@ from fourfold.layout import DATA_AXES, Layout
 from fourfold.slices import Slice
 from fourfold.verify.ranks import Piece, Result
 from fourfold.verify.reference import Truth
+from fourfold.verify.volume import SHARDS
 
 LOSS, GRADIENT, NORM = 1e-6, 1e-5, 1e-5  # relative: of itself, of the gradient's own norm, of itself
 CHANGE = 1e-4  # of the weights in a step, of the change's own norm: they are rounded, and it is a hundredth of them
@@ -113,7 +114,9 @@ class Comparison:
 def compare(results: list[Result], truths: list[Truth], *, layout: Layout) -> Comparison:
     updates = [_update(results, truth, number=number) for number, truth in enumerate(truths)]
     last = [(result.updates[-1].sent, result.planned) for result in results]
-    axes = [axis for axis in ("tp", "cp", "pp") if layout.size(axis) > 1]
+    sizes = {axis: layout.size(axis) for axis in ("tp", "cp", "pp")}
+    sizes |= {SHARDS: layout.partition_size, "dp_replicate": layout.dp_replicate_size}
+    axes = [axis for axis, size in sizes.items() if size > 1]
     sent = {axis: [(counted.get(axis, 0), plan.get(axis)) for counted, plan in last] for axis in axes}
     return Comparison(layout, updates, sent, list(_unheld(results, truths[0].before)))
 

@@ -30,8 +30,10 @@ from fourfold.schema import Offload, TrainConfig
 from fourfold.slices import Slice
 from fourfold.tensor.group import TensorGroup
 from fourfold.verify.rows import KnownRows, key_of
-from fourfold.verify.volume import MicroBatch, Volume
+from fourfold.verify.volume import SHARDS, MicroBatch, Volume
 from fourfold.zero.engine import ZeroEngine
+from fourfold.zero.measure import DataAxes
+from fourfold.zero.optimizer import dimensions
 
 CPU = torch.device("cpu")
 
@@ -117,7 +119,13 @@ def verified_run(rank: int, *, config: TrainConfig, rows: Path, updates: int) ->
         started=time.time(),
     )
     volume = Volume(
-        config=config, model_config=model_config, layout=layout, rank=rank, micro_batches=watched.micro_batches
+        config=config,
+        model_config=model_config,
+        layout=layout,
+        rank=rank,
+        micro_batches=watched.micro_batches,
+        updates=updates,
+        parameters=held_groups(engine),
     )
     return Result(layout.coordinate(rank), watched.seen, volume.planned())
 
@@ -131,6 +139,7 @@ class Watched:
         self._now = Seen()
         self._strategies: dict[int, Any] = {}
         self._tensor = next(_tensor_groups(engine.module), None)
+        self._zero = self._data_axes()
         self.seen: list[Seen] = []
         self.micro_batches: list[MicroBatch] = []  # of the last update
 
@@ -148,7 +157,8 @@ class Watched:
     def forward_backward(self, micro_batches: list[dict[str, Any]], *, targets: int) -> Tensor:
         self.micro_batches = self.micro_batches[-len(micro_batches) :]
         before = self._counted()
-        with PointToPoint(self._mesh.axis_groups["pp"]) as borders:
+        self._zero = self._data_axes()
+        with PointToPoint(self._mesh.axis_groups["pp"]) as borders, self._zero:
             losses = self._engine.forward_backward(micro_batches, targets=targets)
         sent = {name: count - before[name] for name, count in self._counted().items()}
         self._now.sent = {**sent, "pp": sum(borders.sent.values())}
@@ -158,7 +168,9 @@ class Watched:
         return losses
 
     def step(self, *, learning_rate: float) -> float:
-        norm = self._now.norm = self._engine.step(learning_rate=learning_rate)
+        with self._zero:
+            norm = self._now.norm = self._engine.step(learning_rate=learning_rate)
+        self._now.sent |= self._zero.sent
         self._now.after = self._pieces(self._engine.masters())
         self.seen.append(self._now)
         self._now = Seen()
@@ -167,6 +179,9 @@ class Watched:
     def note(self, metrics: dict[str, Any], step: int) -> None:
         """What the main rank tells of the update that has just ended."""
         self.seen[-1].reported = metrics
+
+    def _data_axes(self) -> DataAxes:
+        return DataAxes({SHARDS: self._mesh.shard_group, "dp_replicate": self._mesh.replicate_group})
 
     def _counted(self) -> dict[str, int]:
         tensor = self._tensor.sent if self._tensor else Counter[str]()
@@ -178,6 +193,12 @@ class Watched:
             Piece(one.name, one.part, one.start, one.of(buffers).float().numpy().copy(), one.stored)
             for one in self._engine.fragments()
         ]
+
+
+def held_groups(engine: ZeroEngine) -> list[list[int]]:
+    """Elements of each parameter of this rank, before ZeRO shares them, as the optimizer has them."""
+    sizes = [(dimensions(one) > 1, getattr(one, "ds_numel", one.numel())) for one in engine.module.parameters()]
+    return [[size for is_matrix, size in sizes if is_matrix is wanted] for wanted in (True, False)]
 
 
 def _tensor_groups(module: Any) -> Any:

@@ -17,9 +17,13 @@ from fourfold.pipeline.schedules import stages_of, stages_per_rank
 from fourfold.pipeline.split import layers_of_stages
 from fourfold.planner.flops import windowed_layers
 from fourfold.planner.parameters import SANDWICH_NORMS, head_dim
+from fourfold.planner.traffic import embedding_elements
 from fourfold.schema import Checkpointing, TrainConfig
 from fourfold.tensor.cost import Shape, sent_bytes
+from fourfold.zero.cost import keeps_all
+from fourfold.zero.cost import sent_bytes as zero_bytes
 
+SHARDS = "dp_shard x cp"
 FP32 = 4
 LEAST_CHUNK = 256  # tokens, of the loss (model/build.py)
 
@@ -40,7 +44,11 @@ class Volume:
     model_config: Any
     layout: Layout
     rank: int
-    micro_batches: list[MicroBatch]
+    micro_batches: list[MicroBatch]  # of the last update
+    updates: int  # of the run
+    parameters: list[
+        list[int]
+    ]  # elements of each that the rank holds before ZeRO shares them, by the optimizer's groups
 
     def planned(self) -> dict[str, int]:
         """Bytes of an update by axis; an axis is left out where no formula is exact for this recipe."""
@@ -52,7 +60,30 @@ class Volume:
             and select.strategy_class(self.config, model_config=self.model_config) in select.BY_BYTES
         ):
             found["cp"] = sum(self._context(one) for one in self.micro_batches)
+        return found | self._zero()
+
+    def _zero(self) -> dict[str, int]:
+        sent = zero_bytes(
+            self.parameters,
+            zero=self.config.zero,
+            precision=self.config.precision,
+            ranks=self.layout.partition_size,
+            replicas=self.layout.dp_replicate_size,
+            micro_batches=len(self.micro_batches),
+            pp_size=self.layout.pp_size,
+            embedding=embedding_elements(self.model_config, layout=self.layout) if 0 in self._stages() else 0,
+        )
+        found = {"dp_replicate": sent.get("replicas", 0)}
+        if self.config.zero.stage < 3 or self._gathers_by_formula():
+            found[SHARDS] = sent.get("gradients", 0) + sent.get("weights", 0)
         return found
+
+    def _gathers_by_formula(self) -> bool:
+        """Whether zero/cost.py is exact for ZeRO-3's weights."""
+        if self.layout.pp_size > 1:
+            return self.config.activation.checkpointing is Checkpointing.none
+        seen = (self.updates - 1) * len(self.micro_batches) >= 2  # the order of the modules, by DeepSpeed
+        return seen and keeps_all(self.parameters, zero=self.config.zero)
 
     @property
     def _length(self) -> int:

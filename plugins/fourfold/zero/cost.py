@@ -34,13 +34,14 @@ def sent_bytes(
     replicas: int,
     micro_batches: int,
     pp_size: int,
+    embedding: int = 0,
 ) -> dict[str, int]:
     """Bytes that a rank sends in an update, by purpose, to its shard group and, `replicas`, to those that have the same shard.
 
     Stages 0 to 2 all-reduce the gradients (2 (s-1)/s P, whole buckets: DeepSpeed's reduce_scatter option is no cheaper there) and
     gather the new weights once, (s-1)/s P. Stage 3 scatters the sums of the gradients, (s-1)/s P, and gathers the weights
-    for each forward and each backward pass, twice (s-1)/s P a micro-batch: at most, as what is used again soon is kept
-    (zero.stage3_max_reuse_distance). Replicas all-reduce the averaged shard, 2 (r-1)/r P/s.
+    (`gathered_elements`; `embedding` are the elements of its table on a rank of a pipeline). Replicas all-reduce the averaged
+    shard, 2 (r-1)/r P/s.
     """
     weight = 4 if precision is Precision.fp32 else 2
     wide = 4 if precision is Precision.fp32 or zero.fp32_reduction else 2
@@ -51,8 +52,36 @@ def sent_bytes(
     found = {"replicas": 2 * share * summed * (replicas - 1) // replicas}
     if zero.stage == 3:
         found["gradients"] = times * share * (ranks - 1) * wide
-        found["weights"] = 2 * micro_batches * share * (ranks - 1) * weight
+        gathered = gathered_elements(
+            groups, zero=zero, ranks=ranks, micro_batches=micro_batches, pp_size=pp_size, embedding=embedding
+        )
+        found["weights"] = gathered * (ranks - 1) * weight
     else:
         found["gradients"] = times * 2 * elements * wide * (ranks - 1) // ranks
         found["weights"] = share * (ranks - 1) * weight
     return {purpose: sent for purpose, sent in found.items() if sent}
+
+
+def gathered_elements(
+    groups: Sequence[Sequence[int]], *, zero: ZeroConfig, ranks: int, micro_batches: int, pp_size: int, embedding: int
+) -> int:
+    """Of its shard, that a rank sends to each other one in an update at stage 3, from the third micro-batch of a run on: before,
+    DeepSpeed has not seen the order of the modules.
+
+    Once a micro-batch if all is kept for its next use (`keeps_all`); what stays whole (zero.stage3_param_persistence_threshold)
+    once an update. A larger model's twice, forward and backward, at most, and with recomputation three times. In a pipeline, of
+    which DeepSpeed never sees the order, each pass gathers, but for the embedding, which stays from a backward pass to the next
+    pass; without recomputation that is exact.
+    """
+    share = shard_elements(groups, stage=3, ranks=ranks)
+    if pp_size > 1:
+        return 2 * micro_batches * share - (micro_batches - 1) * -(-embedding // ranks)
+    if not keeps_all(groups, zero=zero):
+        return 2 * micro_batches * share
+    whole = [[n for n in group if n <= zero.stage3_param_persistence_threshold] for group in groups]
+    return micro_batches * share - (micro_batches - 1) * shard_elements(whole, stage=3, ranks=ranks)
+
+
+def keeps_all(groups: Sequence[Sequence[int]], *, zero: ZeroConfig) -> bool:
+    """Between two uses of a parameter lie all others, forward, again and backward, at most."""
+    return 3 * sum(map(sum, groups)) <= zero.stage3_max_reuse_distance
