@@ -12,6 +12,8 @@ from typing import Any
 
 from torch import nn
 
+from fourfold.tensor.cuts import Heads
+
 
 class Part(StrEnum):
     """What becomes of a layer."""
