@@ -100,7 +100,9 @@ def test_a_rank_is_killed(
 @pytest.mark.parametrize(
     ("fault", "there", "from_step", "more"),
     [
-        ("kill-before-rename:0:2", [2], 4, []),  # it was whole, and the next run puts it in place
+        pytest.param(
+            "kill-before-rename:0:2", [2], 4, [], marks=pytest.mark.slow
+        ),  # whole: the next run puts it in place
         ("kill-after-rename:0:2", [2, 4], 4, ["save_async=true"]),
     ],
 )
@@ -116,7 +118,10 @@ def test_a_rank_is_killed_as_a_checkpoint_is_put_in_place(
 
 @pytest.mark.parametrize(
     ("schedule", "killed", "place"),
-    [("1f1b", 0, "rank 0 (pp 0: stage 0)"), ("zbv", 1, "rank 1 (pp 1: stages 1 and 2)")],
+    [
+        pytest.param("1f1b", 0, "rank 0 (pp 0: stage 0)", marks=pytest.mark.slow),
+        ("zbv", 1, "rank 1 (pp 1: stages 1 and 2)"),
+    ],
 )
 def test_a_rank_is_killed_amid_a_schedule(tmp_path: Path, cache: Path, schedule: str, killed: int, place: str) -> None:
     """In the second of its passes of the second update. The other rank leaves, and says which stage is gone."""

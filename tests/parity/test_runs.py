@@ -50,7 +50,10 @@ def test_m04_linear_decay_is_the_same_on_any_number_of_ranks(
 
 
 CURVE = [*QUICK, "seq_len=16", "max_steps=12", "optim.warmup_steps=4", "save_every=6", "keep_last=null"]
-MOVES = [(1, "tier=zero2", 4, "tier=zero3"), (4, "tier=hsdp", 2, "tier=zero2")]
+MOVES = [
+    pytest.param(1, "tier=zero2", 4, "tier=zero3", marks=pytest.mark.slow),
+    (4, "tier=hsdp", 2, "tier=zero2"),
+]
 
 
 def tier(world: int, name: str) -> list[str]:

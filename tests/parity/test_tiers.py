@@ -16,6 +16,7 @@ from tests.pool import RankPool
 LIKE_ND = set(LARGE_TIERS) - {"nd"}
 RUN = {path.stem for path in (RECIPES / "tier").glob("*.yaml")} - {"none", "olmo_7b_fsdp"} - LIKE_ND
 TIERS = sorted(RUN)
+PLAIN = {"dp", "zero1", "zero2"}  # shorter recipes of what the others do too, and the matrix
 WORLDS = {"nd": 8, "hsdp": 4}  # of those that need more than 2 ranks
 
 # Steps are SGD's: Adam divides a gradient near 0 by its own size, so that of 2M elements a few differ by a hundredth of a step
@@ -35,7 +36,7 @@ def one_process(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> tu
     return cache, output
 
 
-@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("tier", [pytest.param(tier, marks=[pytest.mark.slow] * (tier in PLAIN)) for tier in TIERS])
 def test_tier_equals_one_process(ranks: RankPool, one_process: tuple[Path, Path], tmp_path: Path, tier: str) -> None:
     cache, truth = one_process
     world, debug = WORLDS.get(tier, 2), ["debug=cpu_hsdp"] if tier == "hsdp" else []
