@@ -125,7 +125,7 @@ def test_settings_data_plan_and_advise_commands(tmp_path: Path) -> None:
     for part in ("activations GB", "because", "256:", "1024:", "task=llama3_70b tier=pipeline"):
         assert part in advice, part
     assert "--tensor-model-parallel-size 2" in exported
-    for part in ("405,853,388,800", "*selective", "activations GB", "dp_shard x cp group", "of the ranks' time"):
+    for part in ("405,853,388,800", "*full", "activations GB", "dp_shard x cp group", "of the ranks' time"):
         assert part in sizes, part
     for part in ("405,853,388,800", "tp 1, cp 7, pp 0", "lie inside of servers"):
         assert part in counted, part
