@@ -109,7 +109,9 @@ def _refuse_impossible_degrees(requested: dict[str, int]) -> None:
             also = ", or -1 for the rest of the processes" if may_be_open else ""
             raise ValueError(f"{name}={size} is not a number of GPUs: use 1 or more{also}.")
     if requested["dp_shard_size"] == requested["dp_replicate_size"] == -1:
-        raise ValueError("dp_shard_size=-1 and dp_replicate_size=-1 leave the split open: use a number for one of them.")
+        raise ValueError(
+            "dp_shard_size=-1 and dp_replicate_size=-1 leave the split open: use a number for one of them."
+        )
 
 
 def _mismatch(world_size: int, *, sizes: dict[str, int], fixed: int, is_open: bool) -> str:

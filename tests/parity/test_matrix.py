@@ -84,7 +84,12 @@ def compare(run: Run, results: list[dict[str, Any]], steps: Any, weights: Any) -
         check(result, steps, weights)
 
 
-RARE = {"gpipe", "looped_bfs", "zero_bubble", "dualpipe_v"}  # schedules, in a third of the runs; test_pipeline.py has them all
+RARE = {
+    "gpipe",
+    "looped_bfs",
+    "zero_bubble",
+    "dualpipe_v",
+}  # schedules, in a third of the runs; test_pipeline.py has them all
 COMMON = tuple(run for run in runs() if not run & RARE)
 OTHERS = tuple(run for run in runs() if run & RARE)
 
