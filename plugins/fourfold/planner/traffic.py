@@ -77,9 +77,10 @@ def embedding_elements(model_config: Any, *, layout: Layout) -> int:
     return int(-(-model_config.vocab_size // layout.tp_size) * model_config.hidden_size)
 
 
-def _tensor(config: TrainConfig, stage: Stage, *, layout: Layout, model_config: Any) -> dict[str, int]:
+def tensor_shape(config: TrainConfig, *, layout: Layout, model_config: Any) -> Shape:
+    """Of a micro-batch on one cp rank."""
     batch = MicroBatch.of(config, layout=layout)
-    shape = Shape(
+    return Shape(
         rows=batch.rows,
         length=whole_length(config, layout=layout) // layout.cp_size,
         hidden=model_config.hidden_size,
@@ -88,7 +89,15 @@ def _tensor(config: TrainConfig, stage: Stage, *, layout: Layout, model_config: 
         sequence_parallel=config.tensor.sequence_parallel,
         regather=config.tensor.regather,
     )
-    found = tensor_bytes(shape, layers=stage.layers, losses=batch.tokens, stretches=len(stretches(config, stage)))
+
+
+def _tensor(config: TrainConfig, stage: Stage, *, layout: Layout, model_config: Any) -> dict[str, int]:
+    found = tensor_bytes(
+        tensor_shape(config, layout=layout, model_config=model_config),
+        layers=stage.layers,
+        losses=MicroBatch.of(config, layout=layout).tokens,
+        stretches=len(stretches(config, stage)),
+    )
     return {
         purpose: sent
         for purpose, sent in found.items()

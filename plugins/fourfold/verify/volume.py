@@ -10,22 +10,21 @@ from fourfold.activation.stretches import stretch_sizes
 from fourfold.context import select
 from fourfold.context.needed_only import NeededOnly, exchange, exchanged_bytes
 from fourfold.context.sharding import Sharding
-from fourfold.context.work import AttentionShape, unit
 from fourfold.layout import Layout
+from fourfold.model.chunk import default_chunk
 from fourfold.pipeline.cost import bytes_to_send
-from fourfold.pipeline.schedules import stages_of, stages_per_rank
-from fourfold.pipeline.split import layers_of_stages
+from fourfold.pipeline.cut import Cut
 from fourfold.planner.flops import windowed_layers
-from fourfold.planner.parameters import SANDWICH_NORMS, head_dim
-from fourfold.planner.traffic import embedding_elements
+from fourfold.planner.parameters import SANDWICH_NORMS
+from fourfold.planner.passes import FP32, attention_shape
+from fourfold.planner.passes import MicroBatch as Plan
+from fourfold.planner.traffic import embedding_elements, tensor_shape
 from fourfold.schema import Checkpointing, TrainConfig
-from fourfold.tensor.cost import Shape, sent_bytes
+from fourfold.tensor.cost import sent_bytes
 from fourfold.zero.cost import keeps_all
 from fourfold.zero.cost import sent_bytes as zero_bytes
 
 SHARDS = "dp_shard x cp"
-FP32 = 4
-LEAST_CHUNK = 256  # tokens, of the loss (model/build.py)
 
 
 @dataclass(frozen=True)
@@ -71,7 +70,7 @@ class Volume:
             replicas=self.layout.dp_replicate_size,
             micro_batches=len(self.micro_batches),
             pp_size=self.layout.pp_size,
-            embedding=embedding_elements(self.model_config, layout=self.layout) if 0 in self._stages() else 0,
+            embedding=embedding_elements(self.model_config, layout=self.layout) if self._cut.first else 0,
         )
         found = {"dp_replicate": sent.get("replicas", 0)}
         if self.config.zero.stage < 3 or self._gathers_by_formula():
@@ -86,66 +85,43 @@ class Volume:
         return seen and keeps_all(self.parameters, zero=self.config.zero)
 
     @property
-    def _length(self) -> int:
-        """Tokens of a row, filled up."""
-        whole = unit(self.layout.cp_size, parts=select.sequence_parts(self.config))
-        return -(-self.config.seq_len // whole) * whole
-
-    def _stages(self) -> list[int]:
+    def _cut(self) -> Cut:
+        """Stages of this rank, all of the model without a pipeline."""
         if self.layout.pp_size == 1:
-            return [0]
+            return Cut([0], [(0, self.model_config.num_hidden_layers)], 1)
         member = self.layout.coordinate(self.rank)["pp"]
-        return stages_of(member, ranks=self.layout.pp_size, settings=self.config.pipeline)
-
-    def _total(self) -> int:
-        return self.layout.pp_size * stages_per_rank(self.config.pipeline) if self.layout.pp_size > 1 else 1
-
-    def _layers(self) -> list[tuple[int, int]]:
-        """[first, last) of each stage of this rank."""
-        if self.layout.pp_size == 1:
-            return [(0, self.model_config.num_hidden_layers)]
-        everything = layers_of_stages(self.config.pipeline, model_config=self.model_config, stages=self._total())
-        return [everything[stage] for stage in self._stages()]
+        return Cut.of(self.config.pipeline, model_config=self.model_config, rank=member, ranks=self.layout.pp_size)
 
     def _borders(self) -> int:
-        parts = self.layout.cp_size * select.sequence_parts(self.config)
+        between = Plan.of(self.config, layout=self.layout).between
         sent = bytes_to_send(
             self.config.pipeline,
             rank=self.layout.coordinate(self.rank)["pp"],
             ranks=self.layout.pp_size,
             micro_batches=len(self.micro_batches),
-            hidden_bytes=self.config.micro_batch_size * self._length // parts * self.model_config.hidden_size * FP32,
+            hidden_bytes=between * self.model_config.hidden_size * FP32,
         )
         return sum(sent.values())
 
     def _tensor(self, one: MicroBatch) -> int:
-        shape = Shape(
-            rows=self.config.micro_batch_size,
-            length=self._length // self.layout.cp_size,
-            hidden=self.model_config.hidden_size,
-            itemsize=FP32,
-            tp_size=self.layout.tp_size,
-            sequence_parallel=self.config.tensor.sequence_parallel,
-            regather=self.config.tensor.regather and self.config.tensor.sequence_parallel,
-        )
-        activation = self.config.activation
+        shape = tensor_shape(self.config, layout=self.layout, model_config=self.model_config)
+        activation, cut = self.config.activation, self._cut
         stretches = sum(
             len(stretch_sizes(last - first, checkpointing=activation.checkpointing, every_n=activation.every_n))
-            for first, last in self._layers()
+            for first, last in cut.layers
         )
-        layers = sum(last - first for first, last in self._layers())
+        layers = sum(last - first for first, last in cut.layers)
         sent = sent_bytes(shape, layers=layers, losses=sum(self._losses(one.labels)), stretches=stretches)
         if self.model_config.model_type in SANDWICH_NORMS:  # a norm follows the sum at the end of a stretch
             sent["behind"] = stretches * (shape.gather if shape.sequence_parallel else shape.all_reduce)
-        stages = self._stages()
-        absent = [*(["embedding"] if stages[0] else []), *(["loss"] if stages[-1] != self._total() - 1 else [])]
+        absent = [*([] if cut.first else ["embedding"]), *([] if cut.last else ["loss"])]
         return sum(count for purpose, count in sent.items() if not purpose.startswith(tuple(absent)))
 
     def _losses(self, labels: Tensor) -> Iterator[int]:
         """Tokens of each chunk of the loss that has a label."""
-        vocabulary = -(-self.model_config.vocab_size // self.layout.tp_size)
-        size = self.config.loss.chunk_size or max(
-            LEAST_CHUNK, -(-labels.numel() * self.model_config.hidden_size // vocabulary)
+        words = -(-self.model_config.vocab_size // self.layout.tp_size)
+        size = self.config.loss.chunk_size or default_chunk(
+            labels.numel(), vocabulary=words, hidden=self.model_config.hidden_size
         )
         for chunk in labels.flatten().split(size):
             if (chunk >= 0).any():
@@ -153,17 +129,10 @@ class Volume:
 
     def _context(self, one: MicroBatch) -> int:
         kind = select.strategy_class(self.config, model_config=self.model_config)
-        member, tp = self.layout.coordinate(self.rank)["cp"], self.layout.tp_size
-        shape = AttentionShape(
-            rows=self.config.micro_batch_size,
-            length=self._length,
-            heads=max(1, self.model_config.num_attention_heads // tp),
-            kv_heads=max(1, self.model_config.num_key_value_heads // tp),
-            head_dim=head_dim(self.model_config),
-            itemsize=FP32,
-        )
+        member = self.layout.coordinate(self.rank)["cp"]
+        shape = attention_shape(self.config, layout=self.layout, model_config=self.model_config)
         options = select.options(self.config.attention)
-        windows = [window for first, last in self._layers() for window in self._windows()[first:last]]
+        windows = [window for first, last in self._cut.layers for window in self._windows()[first:last]]
         again = 1 if self.config.activation.checkpointing is Checkpointing.none else 2
         total = 0
         for window in windows:
