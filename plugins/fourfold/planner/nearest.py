@@ -7,11 +7,9 @@ from itertools import product
 from typing import Any
 
 from fourfold import legality
-from fourfold.layout import Layout
-from fourfold.pipeline.schedules import stages_per_rank
+from fourfold.layout import AXES, Layout
 from fourfold.planner.fit import RankBytes, rank_bytes
 from fourfold.schema import Checkpointing, TrainConfig
-from fourfold.tensor.cuts import legal_sizes
 
 Change = tuple[str, Any]  # (key as on the command line, value)
 
@@ -62,17 +60,10 @@ def _with(config: TrainConfig, changes: list[Change], *, layout: Layout, model_c
         return None
     data = layout.world_size // fixed
     sizes["dp_replicate_size"] = data if other.zero.stage == 0 else min(sizes["dp_replicate_size"], data)
-    if data % sizes["dp_replicate_size"] or sizes["tp_size"] not in legal_sizes(model_config):
-        return None
     changed = replace(layout, **sizes, dp_shard_size=data // sizes["dp_replicate_size"])
-    for axis in ("tp", "cp", "pp", "dp_shard", "dp_replicate"):
+    for axis in AXES:
         setattr(other, f"{axis}_size", changed.size(axis))
-    if changed.pp_size * stages_per_rank(other.pipeline) > model_config.num_hidden_layers:
-        return None
-    if other.pipeline.split and changed.pp_size != layout.pp_size:
-        return None
-    try:
-        legality.check(other, world_size=layout.world_size, environment={})
-        return rank_bytes(other, layout=changed, model_config=model_config)
-    except ValueError:
-        return None
+    against = legality.refusals(
+        other, world_size=layout.world_size, model_config=model_config, attn_implementation="fourfold"
+    )
+    return None if against else rank_bytes(other, layout=changed, model_config=model_config)
