@@ -27,14 +27,8 @@ from fourfold.schema import (
     ZeroConfig,
 )
 from tests.families import family_config
+from tests.parity.strategies import SPREAD
 
-SPREAD = {  # every way to spread attention over ranks
-    "ulysses": "fourfold.context.ulysses.Ulysses",
-    "ring": "fourfold.context.ring.Ring",
-    "allgather": "fourfold.context.allgather.AllGather",
-    "hybrid": "fourfold.context.hybrid.Hybrid",
-    "needed_only": "fourfold.context.needed_only.NeededOnly",
-}
 GROUPS: dict[str, list[str]] = {
     "zero": ["zero0", "zero1", "zero2", "zero3"],
     "replicas": ["hsdp"],

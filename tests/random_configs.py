@@ -26,15 +26,9 @@ from fourfold.schema import (
     ZeroConfig,
 )
 from tests.families import FAMILIES, STRETCHED, family_config
+from tests.parity.strategies import SPREAD
 
-STRATEGIES = {
-    "ulysses": "fourfold.context.ulysses.Ulysses",
-    "ring": "fourfold.context.ring.Ring",
-    "allgather": "fourfold.context.allgather.AllGather",
-    "hybrid": "fourfold.context.hybrid.Hybrid",
-    "needed_only": "fourfold.context.needed_only.NeededOnly",
-    "auto": None,
-}
+STRATEGIES: dict[str, str | None] = {**SPREAD, "auto": None}
 SIZES = (1, 1, 1, 1, 2, 2, 2, 3, 4)
 MIXED = ("gemma2", "gemma3_text")
 

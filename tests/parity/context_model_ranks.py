@@ -22,17 +22,11 @@ from fourfold.model.load import load
 from fourfold.model.source import read_config
 from fourfold.model.weights import Weights
 from fourfold.schema import ActivationConfig, AttentionConfig, Checkpointing, ModelConfig, TrainConfig
+from tests.parity.strategies import SPREAD
 from tests.parity.zero_ranks import build, build_engine, gather, micro_batches, split_rows
 from tests.reference import batches
 
 ODD = 13  # tokens of a row: no number of ranks divides it
-SPREAD = {  # every way to spread attention over ranks
-    "ulysses": "fourfold.context.ulysses.Ulysses",
-    "ring": "fourfold.context.ring.Ring",
-    "allgather": "fourfold.context.allgather.AllGather",
-    "hybrid": "fourfold.context.hybrid.Hybrid",
-    "needed_only": "fourfold.context.needed_only.NeededOnly",
-}
 
 
 def attention(name: str, **more: str) -> AttentionConfig:

@@ -13,6 +13,14 @@ STRATEGIES = {  # name: (ZeRO stage, layout of n ranks)
     "hsdp3": (3, lambda n: Layout(dp_shard_size=2, dp_replicate_size=n // 2)),
 }
 
+SPREAD = {  # every way to spread attention over ranks
+    "ulysses": "fourfold.context.ulysses.Ulysses",
+    "ring": "fourfold.context.ring.Ring",
+    "allgather": "fourfold.context.allgather.AllGather",
+    "hybrid": "fourfold.context.hybrid.Hybrid",
+    "needed_only": "fourfold.context.needed_only.NeededOnly",
+}
+
 
 def settings(
     *,
