@@ -25,20 +25,9 @@ def main() -> None:
     """`fourfold train ...` and `fourfold ...` are the same, so that shell completion works with both."""
     os.environ["COMP_LINE"] = os.environ.get("COMP_LINE", "").replace("fourfold train ", "fourfold ", 1)
     command = sys.argv[1] if len(sys.argv) > 1 else ""
-    if command == "export":
-        export_command(sys.argv[2:])
+    if command in COMMANDS:
+        COMMANDS[command](sys.argv[2:])
         return
-    if command == "data":
-        data_command(sys.argv[2:])
-        return
-    if command in ("plan", "dry-run"):
-        (plan_command if command == "plan" else dry_run_command)(sys.argv[2:])
-        return
-    if command == "verify":
-        verify_command(sys.argv[2:])
-        return
-    if command == "advise":
-        run_and_exit(lambda: _to_a_reader(lambda: advise_command(sys.argv[2:])))
     if command == "train":
         del sys.argv[1]
     register_schema()
@@ -215,7 +204,7 @@ def verify_command(arguments: list[str]) -> None:
     _compose_and_show(overrides, show, complete=complete)
 
 
-def advise_command(arguments: list[str]) -> int:
+def advise_command(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(
         prog="fourfold advise",
         description="The recipe that the scaling guide has for a model and a cluster, its reasons and its memory. No GPU needed.",
@@ -228,16 +217,20 @@ def advise_command(arguments: list[str]) -> int:
     )
     parser.add_argument("--gpu-memory", type=float, default=80, metavar="GB", help="of a GPU, 1e9 bytes (default: 80)")
     options = parser.parse_args(arguments)
-    from fourfold.planner.advise_show import show_advice
 
-    show_advice(
-        options.model,
-        gpus=options.gpus,
-        seq_len=options.seq_len,
-        batch_tokens=options.global_batch_tokens,
-        gpu_gb=options.gpu_memory,
-    )
-    return 0
+    def show() -> int:
+        from fourfold.planner.advise_show import show_advice
+
+        show_advice(
+            options.model,
+            gpus=options.gpus,
+            seq_len=options.seq_len,
+            batch_tokens=options.global_batch_tokens,
+            gpu_gb=options.gpu_memory,
+        )
+        return 0
+
+    run_and_exit(lambda: _to_a_reader(show))
 
 
 def export_command(arguments: list[str]) -> None:
@@ -285,3 +278,13 @@ def _export_checkpoint(checkpoint: Path, target: Path, *, options: argparse.Name
 
     print(export_checkpoint(checkpoint, target=target, dtype=options.dtype, to=options.to))
     return 0
+
+
+COMMANDS: dict[str, Callable[[list[str]], None]] = {
+    "data": data_command,
+    "plan": plan_command,
+    "dry-run": dry_run_command,
+    "verify": verify_command,
+    "advise": advise_command,
+    "export": export_command,
+}
