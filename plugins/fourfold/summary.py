@@ -7,6 +7,7 @@ from fourfold.data.stats import described
 from fourfold.log import print_table, short
 from fourfold.loop import Outcome
 from fourfold.planner.flops import parameter_count
+from fourfold.planner.passes import micro_batches
 from fourfold.schema import Checkpointing, Offload, Precision
 
 if TYPE_CHECKING:
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 def print_start(plan: "Plan", *, device_name: str, step: int, resumed: str) -> None:
     """`step` is the update that the run goes on from, `resumed` what there is to say of its checkpoint."""
     config, layout, model = plan.config, plan.layout, plan.model.config
-    accumulation = config.global_batch_size // (config.micro_batch_size * layout.data_size)
+    accumulation = micro_batches(config, layout=layout)
     rows = [
         ("model", f"{config.model.path} ({model.model_type}, {short(parameter_count(model))} parameters)"),
         ("layout", f"{_processes(layout.world_size)} on {device_name}: {layout.describe()}"),

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fourfold.layout import Layout
+from fourfold.planner.passes import micro_batches
 from fourfold.schema import TrainConfig
 
 
@@ -20,7 +21,7 @@ class Recipe:
     @property
     def micro_batches(self) -> int:
         """Of an update, on each data rank."""
-        return self.config.global_batch_size // (self.config.micro_batch_size * self.layout.data_size)
+        return micro_batches(self.config, layout=self.layout)
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,10 @@ from typing import Any
 
 from fourfold import legality
 from fourfold.layout import Layout, largest_divisor
+from fourfold.pipeline.schedules import stages_per_rank
 from fourfold.planner.fit import RankBytes, rank_bytes
 from fourfold.planner.parameters import parameter_count
-from fourfold.planner.passes import gathered_work
+from fourfold.planner.passes import gathered_work, micro_batches
 from fourfold.schema import Checkpointing, TrainConfig
 from fourfold.tensor.cuts import legal_sizes
 
@@ -200,11 +201,15 @@ def _config(
     for axis in ("tp", "cp", "pp", "dp_shard", "dp_replicate"):
         setattr(config, f"{axis}_size", layout.size(axis))
     config.zero.stage, config.activation.checkpointing, config.data.path = rung.stage, checkpointing, "docs.jsonl"
-    micro_batches = batch // layout.data_size
-    idle = (layout.pp_size - 1) / (micro_batches + layout.pp_size - 1)
-    if idle > IDLE and question.model.num_hidden_layers >= 2 * layout.pp_size:
+    if idle(config, layout) > IDLE and question.model.num_hidden_layers >= 2 * layout.pp_size:
         config.pipeline.schedule = "interleaved_1f1b"
     return None if legality.refusals(config, world_size=question.gpus) else config
+
+
+def idle(config: TrainConfig, layout: Layout) -> float:
+    """(p-1) / (V m + p-1), of p ranks, V stages a rank and m micro-batches (arXiv:2104.04473 section 2.2)."""
+    extra = layout.pp_size - 1
+    return extra / (stages_per_rank(config.pipeline) * micro_batches(config, layout=layout) + extra)
 
 
 def _filled(

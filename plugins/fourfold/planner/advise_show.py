@@ -66,7 +66,11 @@ def rows(advice: Advice) -> list[tuple[str, str]]:
             "batch",
             f"{config.global_batch_size} rows, {tokens / 1e6:.3g}M tokens; {config.micro_batch_size} a micro-batch",
         ),
-        *([("idle", f"{_idle(advice):.1%} of the time, in the pipeline")] if advice.layout.pp_size > 1 else []),
+        *(
+            [("idle", f"{guide.idle(advice.config, advice.layout):.1%} of the time, in the pipeline")]
+            if advice.layout.pp_size > 1
+            else []
+        ),
         *((f"{term} GB", f"{getattr(memory, term) / 1e9:.1f}") for term in TERMS),
         (
             "total GB",
@@ -102,8 +106,9 @@ def reasons(advice: Advice) -> Iterator[str]:
     if layout.pp_size > 1:
         fewest = "the fewest pipeline ranks whose states and activations fit" if advice.fits else "layers over servers"
         yield f"pp_size={layout.pp_size}: {fewest}"
-        if _idle(advice) > guide.IDLE:
-            yield f"{_idle(advice):.0%} of the time idle: more rows an update or pipeline.schedule=zbv would leave less"
+        idle = guide.idle(advice.config, advice.layout)
+        if idle > guide.IDLE:
+            yield f"{idle:.0%} of the time idle: more rows an update or pipeline.schedule=zbv would leave less"
     elif question.is_large:
         yield "pp_size=1: it fits without a pipeline, which would be idle at both ends"
     if config.zero.stage == 3 and layout.dp_replicate_size > 1:
@@ -129,14 +134,6 @@ def _batch(advice: Advice) -> str:
     return (
         f"{spent}, more than the budget of {advice.question.rows}: the batch is {config.global_batch_size} rows instead"
     )
-
-
-def _idle(advice: Advice) -> float:
-    """(p-1) / (V m + p-1), of p ranks, V stages a rank and m micro-batches (arXiv:2104.04473 section 2.2)."""
-    extra = advice.layout.pp_size - 1
-    each = 2 if advice.config.pipeline.schedule == "interleaved_1f1b" else 1
-    micro_batches = advice.config.global_batch_size // (advice.config.micro_batch_size * advice.layout.data_size)
-    return extra / (each * micro_batches + extra)
 
 
 def in_short(advice: Advice) -> str:
